@@ -1,0 +1,50 @@
+"""Errors that cross service borders. The wire layer maps each class to one gRPC status code."""
+
+from __future__ import annotations
+
+
+class TreeserveError(Exception):
+    """Base of all errors a caller may see."""
+
+
+class InvalidArgumentError(TreeserveError):
+    """A value outside its stated limits.
+
+    `field` names it the way the public API does, for example ``sampling.top_p``.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class InvalidTreeError(InvalidArgumentError):
+    """A token tree that breaks an invariant of `TokenTree`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("tree", reason)
+
+
+class StaleBaseError(TreeserveError):
+    """A proposal drawn for a committed length that is gone and cannot be re-rooted."""
+
+
+class HandshakeError(TreeserveError):
+    """Two peers disagree on protocol, model or tokenizer."""
+
+
+class NotFoundError(TreeserveError):
+    """A named model, sequence or session does not exist."""
+
+
+class OverloadedError(TreeserveError):
+    """A queue, pool or quota is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(TreeserveError):
+    """No peer can take the work now."""

@@ -1,0 +1,40 @@
+"""What two peers must agree on before they exchange token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treeserve_core.errors import HandshakeError
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A served model as its tokens see it.
+
+    Attributes:
+        tokenizer_hash: SHA-256 (hex) over the tokenizer's vocabulary and merges.
+        vocab_size: token ids the tokenizer knows.
+        padded_vocab_size: rows of the output layer; the surplus is padding and never sampled.
+        eos_token_ids: end-of-sequence ids, ascending.
+    """
+
+    name: str
+    tokenizer_hash: str
+    vocab_size: int
+    padded_vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def check_drafter(self, drafter: ModelIdentity) -> None:
+        """Raise HandshakeError with the reason if a drafter's token ids do not mean the same. Padding may differ."""
+        for what in ("name", "tokenizer_hash", "vocab_size", "eos_token_ids"):
+            ours, theirs = getattr(self, what), getattr(drafter, what)
+            if ours != theirs:
+                raise HandshakeError(f"{what} differs: the verifier has {ours!r}, the speculator {theirs!r}")
+
+
+def check_protocol(version: int) -> None:
+    """Raise HandshakeError if the peer speaks another version."""
+    if version != PROTOCOL_VERSION:
+        raise HandshakeError(f"protocol version {version} is not supported; this side speaks {PROTOCOL_VERSION}")

@@ -1,0 +1,66 @@
+"""What verification decided, and the counts it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True)
+class PositionLogProbs:
+    """Log-probabilities at one output position: the emitted token's, and the most probable ones, best first."""
+
+    token_id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class VerifyOutcome:
+    """One sequence's result of one step.
+
+    Attributes:
+        accepted_nodes: tree nodes on the accepted path, root excluded, in order: their KV rows stay.
+        token_ids: emitted tokens: the accepted ones and the bonus token, cut where the request ends.
+        finish_reason: set if the request ended within these tokens.
+        log_probs: one entry per emitted token if asked for, else empty.
+    """
+
+    accepted_nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    log_probs: tuple[PositionLogProbs, ...] = ()
+
+
+@dataclass
+class SpeculationStats:
+    """Running counts of one request. accepted excludes roots and bonus tokens."""
+
+    steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one verify step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        self.accepted_per_depth.extend([0] * (accepted - len(self.accepted_per_depth)))
+        for depth in range(accepted):
+            self.accepted_per_depth[depth] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify step: accepted + 1 on average; 0 before the first step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0

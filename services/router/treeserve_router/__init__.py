@@ -1,0 +1,1 @@
+"""The router: admits, queues, places and streams requests, and recovers them. No torch."""

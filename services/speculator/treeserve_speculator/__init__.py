@@ -1,0 +1,1 @@
+"""The speculator: owns draft sources and streams token trees to verifiers."""

@@ -1,0 +1,1 @@
+"""The verifier: owns the target model and the committed prefix, and checks token trees."""

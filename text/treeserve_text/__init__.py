@@ -1,0 +1,1 @@
+"""Between tokens and text: tokenizer, chat template, incremental detokenizer, stop strings. No torch."""

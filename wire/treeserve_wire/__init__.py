@@ -1,0 +1,1 @@
+"""How treeserve's services speak gRPC: codec, servers and channels, credits, status mapping, telemetry."""
