@@ -1,0 +1,85 @@
+{{/* Names, labels and the pieces that every pod shares. Called with the root context, or with a list (root, role). */}}
+
+{{/* What differs between the roles. The first port of each is gRPC and is probed; `scrape` names the port of /metrics.
+startupSeconds is how long a pod may take until it serves; a verifier loads a model in that time. */}}
+{{- define "treeserve.roles" -}}
+router:
+  image: router
+  ports: { grpc: 50051, http: 8000 }
+  scrape: http
+  startupSeconds: 120
+  # New before old: a router is cheap and clients see every gap.
+  rollingUpdate: { maxSurge: 1, maxUnavailable: 0 }
+verifier:
+  image: engine
+  ports: { grpc: 50052, metrics: 9102 }
+  scrape: metrics
+  startupSeconds: 600
+  # Old before new: there is seldom a spare accelerator.
+  rollingUpdate: { maxSurge: 0, maxUnavailable: 1 }
+speculator:
+  image: engine
+  ports: { grpc: 50053, metrics: 9103 }
+  scrape: metrics
+  startupSeconds: 300
+  # A missing speculator costs speed only.
+  rollingUpdate: { maxSurge: 0, maxUnavailable: 1 }
+{{- end }}
+
+{{- define "treeserve.fullname" -}}
+{{- $name := .Release.Name | contains .Chart.Name | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) -}}
+{{- $name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "treeserve.selector" -}}
+app.kubernetes.io/name: {{ (index . 0).Chart.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "treeserve.labels" -}}
+{{ include "treeserve.selector" . }}
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
+{{- end }}
+
+{{/* The image of a repository's name: list (root, "router" or "engine"). */}}
+{{- define "treeserve.image" -}}
+{{- $root := index . 0 -}}
+{{ printf "%s:%s" (index $root.Values.image (index . 1)) ($root.Values.image.tag | default $root.Chart.AppVersion) | quote }}
+{{- end }}
+
+{{/* Pod fields of the restricted security standard, and what keeps pods independent of their surroundings. */}}
+{{- define "treeserve.podDefaults" -}}
+serviceAccountName: {{ include "treeserve.fullname" . }}
+automountServiceAccountToken: false
+# Variables of a Service called treeserve-... would read as settings: TREESERVE_ROUTER_PORT=tcp://...
+enableServiceLinks: false
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  fsGroup: 65532
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{- define "treeserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* The port of a URL such as redis://host:6379/0: list (url, default port). */}}
+{{- define "treeserve.urlPort" -}}
+{{- (index . 0 | urlParse).host | regexFind ":[0-9]+$" | trimPrefix ":" | default (index . 1 | toString) -}}
+{{- end }}

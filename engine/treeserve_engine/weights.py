@@ -1,0 +1,70 @@
+"""A checkpoint's tensors, memory-mapped from one safetensors file or from the shards its index names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from treeserve_core.errors import InvalidArgumentError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """Tensors by name. A tensor is read from disk when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, each once, sorted.
+
+    Raises:
+        InvalidArgumentError: if there are none or one that the index names is missing.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InvalidArgumentError("model", f"{index} is broken: {error!r}") from error
+    else:
+        names = {SINGLE_FILE}
+    files = sorted(folder / name for name in names)
+    for file in files:
+        if not file.is_file():
+            raise InvalidArgumentError("model", f"{folder} lacks {file.name} (only safetensors weights are supported)")
+    return files
+
+
+def load_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
+    """All tensors of a checkpoint by name, on the CPU in their stored dtype; read when asked for, not kept.
+
+    Raises:
+        InvalidArgumentError: if a file is missing or damaged.
+    """
+    files: dict[str, Any] = {}
+    for path in weight_files(folder):
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise InvalidArgumentError("model", f"{path} is damaged: {error}") from error
+        files.update(dict.fromkeys(file.keys(), file))
+    return _Tensors(files)

@@ -1,0 +1,55 @@
+"""The router's configuration, fully resolved before anything is built."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from treeserve_core.errors import InvalidArgumentError
+
+
+def _option(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """One router process. Fields load from YAML, TREESERVE_* variables and flags (treeserve_wire.config).
+
+    Raises:
+        InvalidArgumentError: for a value that cannot work.
+    """
+
+    model_folder: Path = field(metadata=_option("folder of the served model; only its tokenizer and config are read"))
+    model_name: str = field(metadata=_option("served model name, the same as the verifiers'"))
+    listen: str = field(default="127.0.0.1:50051", metadata=_option("gRPC address, host:port or unix:/path"))
+    http_listen: str = field(default="127.0.0.1:8000", metadata=_option("HTTP address, host:port; empty is off"))
+    verifiers: tuple[str, ...] = field(
+        default=("127.0.0.1:50052",), metadata=_option("verifier addresses: host:port or unix:/path")
+    )
+    redis_url: str | None = field(default=None, metadata=_option("Redis or Valkey URL; empty is off"))
+    router_id: str = field(default_factory=socket.gethostname, metadata=_option("name in logs, leases and hellos"))
+    max_queued_requests: int = field(default=1024, metadata=_option("requests that may wait, beyond which: refused"))
+    max_queued_tokens: int = field(default=1 << 20, metadata=_option("prompt tokens that may wait, likewise"))
+    verifier_wait_s: float = field(default=10.0, metadata=_option("longest wait while no verifier can serve at all"))
+    max_replays: int = field(default=5, metadata=_option("failures in a row without a new token that end a request"))
+    token_credit: int = field(default=64, metadata=_option("token frames a verifier may have in flight"))
+    session_ttl_s: float = field(default=1800.0, metadata=_option("time a session's verifier is remembered"))
+    drain_s: float = field(default=30.0, metadata=_option("time to finish running streams after SIGTERM"))
+    reflection: bool = field(default=True, metadata=_option("serve gRPC reflection"))
+    log_level: str = field(default="info", metadata=_option("debug, info, warning or error"))
+    otlp_endpoint: str | None = field(default=None, metadata=_option("OpenTelemetry collector; empty is off"))
+
+    def __post_init__(self) -> None:
+        for name in ("max_queued_requests", "max_queued_tokens", "max_replays", "token_credit"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(name, "must be at least 1")
+        for name in ("verifier_wait_s", "session_ttl_s", "drain_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidArgumentError(name, "must be a number of seconds, not negative")
+        if self.session_ttl_s < 1:
+            raise InvalidArgumentError("session_ttl_s", "must be at least 1 s")
+        if not self.model_name:
+            raise InvalidArgumentError("model_name", "is empty")

@@ -1,0 +1,187 @@
+"""Grows one tree per sequence out of what all draft sources propose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from treeserve_core.proposal import DraftProposal
+from treeserve_core.sampling import check_token_ids
+from treeserve_core.tree import TokenTree, merge
+
+from treeserve_speculator.metrics import SpeculatorMetrics
+from treeserve_speculator.sequence import CommittedTokens, DraftSequence
+from treeserve_speculator.sources.base import BatchDraftSource, DraftSource
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TreeLimits:
+    """Bounds of a tree: most nodes, the root not counted, and the deepest node."""
+
+    max_nodes: int
+    max_depth: int
+
+    def within(self, other: TreeLimits) -> TreeLimits:
+        """The tighter of both bounds."""
+        return TreeLimits(min(self.max_nodes, other.max_nodes), min(self.max_depth, other.max_depth))
+
+
+class Drafter:
+    """Asks every source about every sequence, merges the answers by path and prunes them to the budget.
+
+    Not thread-safe: one thread makes all calls. A source that fails on a sequence is closed for that sequence alone.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        limits: TreeLimits,
+        metrics: SpeculatorMetrics,
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._sources = tuple(sources)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._limits = limits
+        self._metrics = metrics
+        self._clock_s = clock_s
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources; bit k of a node's source mask stands for the k-th."""
+        return tuple(source.name for source in self._sources)
+
+    @property
+    def wants_top_tokens(self) -> bool:
+        """Whether some source learns from the target's top tokens."""
+        return any(source.wants_top_tokens for source in self._sources)
+
+    def open(self, sequence: DraftSequence) -> None:
+        """Introduce a new sequence to all sources."""
+        self._metrics.sequences.inc()
+        for source in self._sources:
+            self._guarded(source, sequence, lambda source=source: source.open(sequence))
+
+    def commit(self, sequence: DraftSequence, committed: CommittedTokens) -> None:
+        """Advance a sequence and tell all sources.
+
+        Raises:
+            StaleBaseError: if the commit does not follow what is known; nothing changes then.
+        """
+        sequence.advance(committed.base_committed_len, committed.token_ids, committed.budget)
+        tokens, top = committed.token_ids, committed.top_tokens
+        if not tokens:
+            return
+        for source in self._sources:
+            self._guarded(source, sequence, lambda source=source: source.commit(sequence, tokens, top))
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Let all sources forget a sequence."""
+        self._metrics.sequences.dec()
+        for source in self._sources:
+            self._guarded(source, sequence, lambda source=source: source.close(sequence))
+
+    def draft(self, sequences: Sequence[DraftSequence], limits: TreeLimits) -> list[DraftProposal]:
+        """One proposal per sequence, in order; a tree of its root alone where no source had an idea.
+
+        Args:
+            sequences: each with a positive budget.
+            limits: the verifier's own bounds.
+        """
+        started = self._clock_s()
+        limits = limits.within(self._limits)
+        found: list[list[TokenTree]] = [[] for _ in sequences]
+        for bit, source in enumerate(self._sources):
+            for i, tree in enumerate(self._ask(source, sequences, limits)):
+                if tree is not None:
+                    found[i].append(replace(tree, source_masks=(0,) + (1 << bit,) * (len(tree) - 1)))
+        trees = [self._combined(sequence, trees, limits) for sequence, trees in zip(sequences, found, strict=True)]
+        elapsed = self._clock_s() - started
+        self._record(trees, elapsed)
+        return [
+            DraftProposal(len(sequence.tokens), tree, round(elapsed * 1e6))
+            for sequence, tree in zip(sequences, trees, strict=True)
+        ]
+
+    def _ask(
+        self, source: DraftSource, sequences: Sequence[DraftSequence], limits: TreeLimits
+    ) -> list[TokenTree | None]:
+        """The source's tree for each sequence, in order."""
+        wanted = [(s, min(s.budget, limits.max_nodes)) for s in sequences if source.name not in s.disabled]
+        batched = self._ask_batch(source, wanted) if isinstance(source, BatchDraftSource) else None
+        trees: dict[DraftSequence, TokenTree | None] = {}
+        for i, (sequence, budget) in enumerate(wanted):
+            # After a failed batch each sequence is asked alone, to find the one that failed.
+            def answer(i: int = i, sequence: DraftSequence = sequence, budget: int = budget) -> TokenTree | None:
+                tree = source.propose(sequence, budget) if batched is None else batched[i]
+                return self._checked(tree, sequence)
+
+            trees[sequence] = self._guarded(source, sequence, answer)
+        return [trees.get(sequence) for sequence in sequences]
+
+    def _ask_batch(
+        self, source: BatchDraftSource, wanted: Sequence[tuple[DraftSequence, int]]
+    ) -> list[TokenTree | None] | None:
+        try:
+            trees = source.propose_batch(wanted)
+        except Exception as error:
+            _log.warning("draft source failed on a batch", source=source.name, error=repr(error))
+            return None
+        return trees if len(trees) == len(wanted) else None
+
+    def _checked(self, tree: TokenTree | None, sequence: DraftSequence) -> TokenTree | None:
+        if tree is None:
+            return None
+        if tree.token_ids[0] != sequence.tokens[-1]:
+            raise ValueError(f"the root is {tree.token_ids[0]}, not the last committed token {sequence.tokens[-1]}")
+        if tree.log_probs is None:
+            raise ValueError("the tree has no log-probabilities")
+        check_token_ids("tree", tree.token_ids, self._vocab_size)
+        return tree
+
+    def _combined(self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits) -> TokenTree:
+        if not trees:
+            return TokenTree.root_only(sequence.tokens[-1])
+        tree = _cut_below(merge(trees), self._eos_token_ids)
+        return tree.pruned(min(sequence.budget, limits.max_nodes), limits.max_depth)
+
+    def _guarded[T](self, source: DraftSource, sequence: DraftSequence, call: Callable[[], T]) -> T | None:
+        """`call`, unless the source failed on this sequence before; a failure now is counted and is its last."""
+        if source.name in sequence.disabled:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            sequence.disabled.add(source.name)
+            self._metrics.source_failures.labels(source.name).inc()
+            _log.warning("draft source failed on a sequence", source=source.name, error=repr(error))
+        try:
+            source.close(sequence)
+        except Exception as error:
+            _log.warning("draft source failed to close a sequence", source=source.name, error=repr(error))
+        return None
+
+    def _record(self, trees: Sequence[TokenTree], elapsed_s: float) -> None:
+        self._metrics.draft_seconds.observe(elapsed_s)
+        self._metrics.trees.inc(len(trees))
+        self._metrics.empty_trees.inc(sum(len(tree) == 1 for tree in trees))
+        for bit, source in enumerate(self._sources):
+            nodes = sum(mask >> bit & 1 for tree in trees for mask in tree.source_masks or ())
+            self._metrics.nodes.labels(source.name).inc(nodes)
+
+
+def _cut_below(tree: TokenTree, eos_token_ids: frozenset[int]) -> TokenTree:
+    """The tree without what hangs below an end-of-sequence node; the root's children stay."""
+    kept = {0}
+    for i in range(1, len(tree)):
+        parent = tree.parents[i]
+        if parent in kept and (parent == 0 or tree.token_ids[parent] not in eos_token_ids):
+            kept.add(i)
+    return tree if len(kept) == len(tree) else tree.subtree(kept)

@@ -1,0 +1,72 @@
+"""What a draft source is: it sees a sequence's life and proposes trees for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from treeserve_core.tree import TokenTree
+
+from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.sequence import DraftSequence
+
+
+class DraftSource(Protocol):
+    """A way to draft. All calls come from one thread; a source may share what it learns between sequences.
+
+    A call may raise: the drafter counts it, closes the sequence for this source alone and goes on.
+
+    Attributes:
+        name: unique among the configured sources.
+        wants_top_tokens: ask the verifier for the target's top tokens with each commit.
+    """
+
+    name: str
+    wants_top_tokens: bool
+
+    def open(self, state: DraftSequence) -> None:
+        """Meet a new sequence with its tokens so far."""
+
+    def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
+        """Learn that the target committed `new_tokens`; `state.tokens` already ends with them.
+
+        Args:
+            top_tokens: for each new token the ids the target held most probable in its place, best first; may be empty.
+        """
+
+    def propose(self, state: DraftSequence, budget: int) -> TokenTree | None:
+        """A tree over the last committed token, the same for the same history; None for no idea.
+
+        Args:
+            budget: most nodes wanted, the root not counted; at least 1. A larger tree is pruned.
+
+        Returns:
+            A tree whose log_probs are the source's own conditional estimates.
+        """
+
+    def close(self, state: DraftSequence) -> None:
+        """Forget a sequence; called once for every `open`, also after a failure."""
+
+
+@runtime_checkable
+class BatchDraftSource(DraftSource, Protocol):
+    """A source that drafts for several sequences at once more cheaply than one by one."""
+
+    def propose_batch(self, wanted: Sequence[tuple[DraftSequence, int]]) -> list[TokenTree | None]:
+        """`propose` for several (sequence, budget) pairs, in order."""
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """What a source may need to know when it is built.
+
+    Attributes:
+        vocab_size: token ids of the target's tokenizer; larger ids are padding and must not be proposed.
+        tokenizer_hash: identity of that tokenizer.
+    """
+
+    config: SpeculatorConfig
+    vocab_size: int
+    tokenizer_hash: str
+    eos_token_ids: frozenset[int]

@@ -1,0 +1,56 @@
+"""What a step costs: t(rows), measured at start-up and refined while running."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+SMOOTHING = 0.05
+
+
+class CostModel:
+    """Milliseconds of a forward pass as a function of its rows: a table with linear interpolation between entries.
+
+    Observed steps pull their nearest entry with an exponential moving average, and the table is kept monotone, because
+    more rows never cost less.
+    """
+
+    def __init__(self, table: Mapping[int, float]) -> None:
+        if not table or any(ms <= 0 for ms in table.values()):
+            raise ValueError("a cost table needs at least one positive entry")
+        self._rows = sorted(table)
+        self._ms = [table[rows] for rows in self._rows]
+        self._make_monotone()
+
+    @classmethod
+    def measure(cls, time_ms: Callable[[int], float], repeats: int = 3) -> CostModel:
+        """Build the table from `time_ms(rows)`, the median of `repeats` timings for each entry of MEASURED_ROWS."""
+        time_ms(MEASURED_ROWS[-1])  # the first pass pays for allocations
+        return cls({rows: sorted(time_ms(rows) for _ in range(repeats))[repeats // 2] for rows in MEASURED_ROWS})
+
+    @property
+    def table(self) -> dict[int, float]:
+        """Rows to milliseconds."""
+        return dict(zip(self._rows, self._ms, strict=True))
+
+    def step_ms(self, rows: int) -> float:
+        """Expected duration of a step with this many rows; beyond the table, the last slope goes on."""
+        if rows <= self._rows[0] or len(self._rows) == 1:
+            return self._ms[0]
+        i = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
+        (r0, r1), (t0, t1) = self._rows[i - 1 : i + 1], self._ms[i - 1 : i + 1]
+        return t0 + (t1 - t0) * (rows - r0) / (r1 - r0)
+
+    def observe(self, rows: int, ms: float) -> None:
+        """Take one finished step into account. Steps beyond the table (big prefills) are left out."""
+        if rows > self._rows[-1] or ms <= 0:
+            return
+        i = min(range(len(self._rows)), key=lambda k: abs(self._rows[k] - rows))
+        scale = ms / self.step_ms(rows)
+        self._ms[i] *= 1.0 + SMOOTHING * (min(scale, 4.0) - 1.0)  # one outlier must not distort the table
+        self._make_monotone()
+
+    def _make_monotone(self) -> None:
+        for i in range(1, len(self._ms)):
+            self._ms[i] = max(self._ms[i], self._ms[i - 1])

@@ -1,0 +1,230 @@
+"""The Decode stream: routers submit sequences and read their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.errors import InvalidArgumentError, OverloadedError
+from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.intake import Intake
+from treeserve_verifier.loop import VerifyLoop
+from treeserve_verifier.sequence import Emission, Sequence, Submission
+from treeserve_wire import codec
+from treeserve_wire.credits import Credits
+from treeserve_wire.status import to_status
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Bounds a frame below 1 MiB: a token with 20 log-probabilities takes about 320 bytes.
+MAX_TOKENS_PER_FRAME = 2048
+MAX_SEQUENCES_PER_STREAM = 4096
+
+
+class DecodeStream:
+    """One router's stream: its sequences by handle, and what waits to be sent to it.
+
+    Emissions gather here without bound on frames but with one on content, a sequence's max_tokens; they leave in one
+    frame for all sequences as soon as the router's credit allows.
+    """
+
+    def __init__(self, loop: VerifyLoop, intake: Intake, router_id: str, credit: int) -> None:
+        self._loop = loop
+        self._intake = intake
+        self.router_id = router_id
+        self.credits = Credits(credit)
+        self._sequences: dict[int, Sequence] = {}
+        self._pending: dict[int, list[Emission]] = {}
+        self._load: verifier_pb2.LoadReport | None = None
+        self._wake = asyncio.Event()
+
+    def submit(self, message: verifier_pb2.SubmitSequence) -> None:
+        """Take a sequence, or answer its handle with the reason it is refused."""
+        handle = message.handle
+        if handle in self._sequences:
+            raise InvalidArgumentError("handle", f"{handle} is in use on this stream")
+        try:
+            if len(self._sequences) >= MAX_SEQUENCES_PER_STREAM:
+                raise OverloadedError(f"{len(self._sequences)} sequences are open on this stream", 1.0)
+            sequence = self._intake.accept(_submission(message), lambda emission: self._emit(handle, emission))
+            self._loop.submit(sequence)
+        except Exception as error:
+            self._emit(handle, Emission(len(message.generated_token_ids), (), error=error))
+            return
+        self._sequences[handle] = sequence
+
+    def cancel(self, handle: int) -> None:
+        """Drop a sequence; an unknown handle has ended already."""
+        sequence = self._sequences.pop(handle, None)
+        self._pending.pop(handle, None)
+        if sequence is not None:
+            self._loop.cancel(sequence)
+
+    def close(self) -> None:
+        """The router is gone: drop all its sequences."""
+        for handle in list(self._sequences):
+            self.cancel(handle)
+
+    def grant(self, frames: int) -> None:
+        """The router read some frames."""
+        self.credits.grant(frames)
+        self._wake.set()
+
+    def report(self, load: verifier_pb2.LoadReport) -> None:
+        """Send the load soon; a newer report replaces one that was not sent yet."""
+        self._load = load
+        self._wake.set()
+
+    async def frames(self) -> AsyncIterator[verifier_pb2.DecodeResponse]:
+        """Frames to send, as they become due; endless."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._load is not None:
+                load, self._load = self._load, None
+                yield verifier_pb2.DecodeResponse(load=load)
+            while self._pending and self.credits.try_take():
+                yield verifier_pb2.DecodeResponse(tokens=self._next_batch())
+
+    def _emit(self, handle: int, emission: Emission) -> None:
+        if emission.finish_reason is not None or emission.error is not None:
+            self._sequences.pop(handle, None)
+        self._pending.setdefault(handle, []).append(emission)
+        self._wake.set()
+
+    def _next_batch(self) -> verifier_pb2.TokenBatch:
+        batch = verifier_pb2.TokenBatch()
+        room = MAX_TOKENS_PER_FRAME
+        for handle in list(self._pending):
+            emissions = self._pending[handle]
+            message = batch.sequences.add(handle=handle, offset=emissions[0].offset)
+            taken = 0
+            while taken < len(emissions) and (room > 0 or not emissions[taken].token_ids):
+                _append(message, emissions[taken])
+                room -= len(emissions[taken].token_ids)
+                taken += 1
+            del emissions[:taken]
+            if not emissions:
+                del self._pending[handle]
+            if room <= 0:
+                break
+        return batch
+
+
+class DecodeHandler:
+    """Serves Decode streams."""
+
+    def __init__(
+        self, config: VerifierConfig, identity: ModelIdentity, loop: VerifyLoop, intake: Intake, total_blocks: int
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._loop = loop
+        self._intake = intake
+        self._total_blocks = total_blocks
+        self._streams: set[DecodeStream] = set()
+        self._last_load: bytes = b""
+
+    async def serve(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: Context) -> None:
+        """One stream, from hello to end.
+
+        Raises:
+            HandshakeError: the router speaks another protocol version.
+            InvalidArgumentError: the framing is broken.
+        """
+        hello = await anext(aiter(requests), None)
+        if hello is None:
+            return
+        if hello.WhichOneof("frame") != "hello":
+            raise InvalidArgumentError("frame", "a Decode stream begins with a hello")
+        check_protocol(hello.hello.protocol_version)
+        stream = DecodeStream(self._loop, self._intake, hello.hello.router_id, hello.hello.initial_credit)
+        await context.write(self._welcome())
+        self._streams.add(stream)
+        self.report_load(force=True)
+        writer = asyncio.create_task(_write_all(stream, context))
+        log.info("router connected", router=stream.router_id)
+        try:
+            async for request in requests:
+                self._take(stream, request)
+        finally:
+            writer.cancel()
+            self._streams.discard(stream)
+            stream.close()
+            log.info("router disconnected", router=stream.router_id)
+
+    def report_load(self, force: bool = False) -> None:
+        """Tell all routers what this verifier can still take, if that changed."""
+        sequences, free_blocks = self._loop.load()
+        load = verifier_pb2.LoadReport(
+            sequences=sequences,
+            free_blocks=free_blocks,
+            total_blocks=self._total_blocks,
+            draining=self._loop.draining,
+        )
+        encoded = load.SerializeToString(deterministic=True)
+        if force or encoded != self._last_load:
+            self._last_load = encoded
+            for stream in self._streams:
+                stream.report(load)
+
+    def _take(self, stream: DecodeStream, request: verifier_pb2.DecodeRequest) -> None:
+        kind = request.WhichOneof("frame")
+        if kind == "submit":
+            for message in request.submit.sequences:
+                stream.submit(message)
+        elif kind == "cancel":
+            for handle in request.cancel.handles:
+                stream.cancel(handle)
+        elif kind == "credit":
+            stream.grant(request.credit.frames)
+        else:
+            raise InvalidArgumentError("frame", f"{kind or 'an empty frame'} is not expected here")
+
+    def _welcome(self) -> verifier_pb2.DecodeResponse:
+        return verifier_pb2.DecodeResponse(
+            welcome=verifier_pb2.DecodeWelcome(
+                protocol_version=PROTOCOL_VERSION,
+                verifier_id=self._config.verifier_id,
+                model=codec.identity_to_proto(self._identity),
+                max_context_tokens=self._config.max_context_tokens,
+                max_sequences=self._config.max_sequences,
+                dtype=self._config.dtype,
+            )
+        )
+
+
+async def _write_all(stream: DecodeStream, context: Context) -> None:
+    async for frame in stream.frames():
+        await context.write(frame)
+
+
+def _submission(message: verifier_pb2.SubmitSequence) -> Submission:
+    return Submission(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        generated_token_ids=tuple(message.generated_token_ids),
+        sampling=codec.sampling_from_proto(message.sampling),
+        stopping=codec.stopping_from_proto(message.stopping, max_tokens_default=0),
+        limits=codec.limits_from_proto(message.speculation, message.service_level),
+        traceparent=message.traceparent,
+    )
+
+
+def _append(message: verifier_pb2.SequenceTokens, emission: Emission) -> None:
+    message.token_ids.extend(emission.token_ids)
+    message.log_probs.extend(codec.log_probs_to_proto(emission.log_probs))
+    if emission.error is not None:
+        message.end.status.CopyFrom(to_status(emission.error))
+    elif emission.finish_reason is not None:
+        message.end.reason = codec.finish_reason_to_proto(emission.finish_reason)
+        message.end.stop_string = emission.stop_string
+    if message.HasField("end") and emission.stats is not None:
+        message.end.speculation.CopyFrom(codec.stats_to_proto(emission.stats))

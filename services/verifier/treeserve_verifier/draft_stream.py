@@ -1,0 +1,202 @@
+"""The Draft stream: speculators take assignments and commits, and send token trees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+from google.rpc import code_pb2
+
+from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.errors import InvalidArgumentError, OverloadedError, TreeserveError
+from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.drafting import CommitNotice, Speculator
+from treeserve_verifier.loop import VerifyLoop
+from treeserve_verifier.metrics import VerifierMetrics
+from treeserve_verifier.sequence import Sequence
+from treeserve_wire import codec
+from treeserve_wire.credits import Credits, CreditWindow
+from treeserve_wire.status import to_status
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+MAX_SOURCES = 16
+PROPOSAL_WINDOW = 64
+MAX_ASSIGNED_TOKENS_PER_FRAME = 131_072  # a token id takes at most 3 bytes below 2^21: well under 1 MiB
+
+
+class DraftStream:
+    """What waits to be sent to one speculator. Commits of a sequence join while credit is out (a DraftOutbox)."""
+
+    def __init__(self, credit: int) -> None:
+        self.credits = Credits(credit)
+        self._assignments: dict[int, verifier_pb2.Assignment] = {}
+        self._commits: dict[int, verifier_pb2.Commit] = {}
+        self._released: list[int] = []
+        self._free: list[verifier_pb2.DraftResponse] = []  # frames that cost no credit
+        self._wake = asyncio.Event()
+
+    def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
+        """A new sequence to draft for."""
+        submission = sequence.submission
+        self._assignments[handle] = verifier_pb2.Assignment(
+            handle=handle,
+            token_ids=sequence.tokens,
+            sampling=codec.sampling_to_proto(submission.sampling),
+            budget=budget,
+            traceparent=submission.traceparent,
+            prompt_tokens=sequence.prompt_len,
+        )
+        self._wake.set()
+
+    def commit(self, notice: CommitNotice) -> None:
+        """Progress of an assigned sequence; joins an assignment or commit that was not sent yet."""
+        if (assignment := self._assignments.get(notice.handle)) is not None:
+            assignment.token_ids.extend(notice.token_ids)
+            assignment.budget = notice.budget
+            return
+        commit = self._commits.get(notice.handle)
+        if commit is None:
+            commit = verifier_pb2.Commit(handle=notice.handle, base_committed_len=notice.base_committed_len)
+            self._commits[notice.handle] = commit
+        commit.token_ids.extend(notice.token_ids)
+        commit.top_tokens.extend(verifier_pb2.TopTokens(token_ids=ids) for ids in notice.top_token_ids)
+        commit.budget = notice.budget
+        self._wake.set()
+
+    def release(self, handle: int) -> None:
+        """The sequence is no longer this speculator's."""
+        self._commits.pop(handle, None)
+        if self._assignments.pop(handle, None) is None:  # it knows of the sequence
+            self._released.append(handle)
+            self._wake.set()
+
+    def send_free(self, frame: verifier_pb2.DraftResponse) -> None:
+        """Queue a frame that costs no credit."""
+        self._free.append(frame)
+        self._wake.set()
+
+    async def frames(self) -> AsyncIterator[verifier_pb2.DraftResponse]:
+        """Frames to send, as they become due; endless."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._free:
+                yield self._free.pop(0)
+            while (self._assignments or self._commits or self._released) and self.credits.try_take():
+                yield verifier_pb2.DraftResponse(update=self._next_update())
+
+    def grant(self, frames: int) -> None:
+        """The speculator processed some updates."""
+        self.credits.grant(frames)
+        self._wake.set()
+
+    def _next_update(self) -> verifier_pb2.DraftUpdate:
+        update = verifier_pb2.DraftUpdate(commits=self._commits.values(), released=self._released)
+        self._commits, self._released = {}, []
+        room = MAX_ASSIGNED_TOKENS_PER_FRAME
+        for handle in list(self._assignments):
+            update.assignments.append(self._assignments.pop(handle))
+            room -= len(update.assignments[-1].token_ids)
+            if room <= 0:
+                break
+        return update
+
+
+class DraftHandler:
+    """Serves Draft streams."""
+
+    def __init__(
+        self, config: VerifierConfig, identity: ModelIdentity, loop: VerifyLoop, metrics: VerifierMetrics
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._loop = loop
+        self._metrics = metrics
+
+    async def serve(self, requests: AsyncIterator[verifier_pb2.DraftRequest], context: Context) -> None:
+        """One stream, from hello to end.
+
+        Raises:
+            HandshakeError: the speculator drafts for another model, tokenizer or protocol version.
+            InvalidArgumentError: the framing is broken.
+            OverloadedError: the speculator sent more frames than it had credit for.
+        """
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        if first.WhichOneof("frame") != "hello":
+            raise InvalidArgumentError("frame", "a Draft stream begins with a hello")
+        hello = first.hello
+        self._check_hello(hello)
+        stream = DraftStream(hello.initial_credit)
+        await context.write(self._welcome())
+        speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
+        writer = asyncio.create_task(_write_all(stream, context))
+        log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
+        credit, window = Credits(PROPOSAL_WINDOW), CreditWindow(PROPOSAL_WINDOW)
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("frame")
+                if kind == "credit":
+                    stream.grant(request.credit.frames)
+                elif kind == "proposals":
+                    if not credit.try_take():
+                        raise OverloadedError("proposals without credit", 1.0)
+                    self._take_proposals(stream, speculator, request.proposals)
+                    if frames := window.consume():
+                        credit.grant(frames)
+                        stream.send_free(verifier_pb2.DraftResponse(credit=verifier_pb2.Credit(frames=frames)))
+                else:
+                    raise InvalidArgumentError("frame", f"{kind or 'an empty frame'} is not expected here")
+        finally:
+            writer.cancel()
+            self._loop.detach(speculator)
+            log.info("speculator disconnected", speculator=speculator.name)
+
+    def _take_proposals(self, stream: DraftStream, speculator: Speculator, proposals: verifier_pb2.Proposals) -> None:
+        """Take each tree; refuse malformed, late and unknown ones, each for itself."""
+        rejections = verifier_pb2.Rejections()
+        for message in proposals.proposals:
+            try:
+                proposal = codec.proposal_from_proto(
+                    message,
+                    vocab_size=self._identity.vocab_size,
+                    max_nodes=self._config.max_nodes + 1,
+                    max_depth=self._config.max_depth,
+                    num_sources=len(speculator.sources),
+                )
+                self._loop.propose(speculator, message.handle, proposal)
+            except TreeserveError as error:
+                status = to_status(error)
+                self._metrics.rejected_proposals.labels(code_pb2.Code.Name(status.code)).inc()
+                rejections.rejections.add(handle=message.handle, status=status)
+        if rejections.rejections:
+            stream.send_free(verifier_pb2.DraftResponse(rejections=rejections))
+
+    def _check_hello(self, hello: verifier_pb2.DraftHello) -> None:
+        check_protocol(hello.protocol_version)
+        self._identity.check_drafter(codec.identity_from_proto(hello.model))
+        if not 1 <= len(hello.sources) <= MAX_SOURCES or len(set(hello.sources)) != len(hello.sources):
+            raise InvalidArgumentError("sources", f"names 1 to {MAX_SOURCES} different sources")
+
+    def _welcome(self) -> verifier_pb2.DraftResponse:
+        return verifier_pb2.DraftResponse(
+            welcome=verifier_pb2.DraftWelcome(
+                protocol_version=PROTOCOL_VERSION,
+                verifier_id=self._config.verifier_id,
+                max_nodes=self._config.max_nodes + 1,
+                max_depth=self._config.max_depth,
+                initial_credit=PROPOSAL_WINDOW,
+            )
+        )
+
+
+async def _write_all(stream: DraftStream, context: Context) -> None:
+    async for frame in stream.frames():
+        await context.write(frame)

@@ -1,0 +1,246 @@
+"""The verifier's side of drafting: which speculator drafts for which sequence, and the trees that came back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from treeserve_core.errors import InvalidTreeError, NotFoundError, StaleBaseError
+from treeserve_core.proposal import DraftProposal
+from treeserve_core.tree import TokenTree, merge
+from treeserve_verifier.sequence import Sequence
+
+LATENCY_SMOOTHING = 0.2
+MISSES_BEFORE_IGNORED = 3
+
+
+@dataclass(frozen=True)
+class CommitNotice:
+    """Tokens committed for a sequence, as a speculator is told.
+
+    Attributes:
+        base_committed_len: committed length before them.
+        budget: nodes the next tree may have.
+        top_token_ids: for each committed token what the target held most probable in its place; empty if not wanted.
+    """
+
+    handle: int
+    base_committed_len: int
+    token_ids: tuple[int, ...]
+    budget: int
+    top_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class DraftOutbox(Protocol):
+    """Where a speculator's messages gather until its stream sends them. None of these may block."""
+
+    def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
+        """A new sequence to draft for."""
+
+    def commit(self, notice: CommitNotice) -> None:
+        """Progress of an assigned sequence."""
+
+    def release(self, handle: int) -> None:
+        """The sequence is no longer this speculator's."""
+
+
+@dataclass(eq=False)
+class Speculator:
+    """An attached speculator.
+
+    Attributes:
+        sources: names of its draft sources, in the order of its source mask bits.
+        source_bits: for each of them its bit among all sources this verifier has met.
+        latency_s: smoothed time from a commit to its tree.
+        misses: steps in a row that ran without the tree they waited for.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    source_bits: tuple[int, ...]
+    outbox: DraftOutbox
+    wants_top_tokens: bool = False
+    next_handle: int = 1
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    latency_s: float = 0.0
+    misses: int = 0
+
+    @property
+    def responsive(self) -> bool:
+        """Whether waiting for its trees is worth it at present."""
+        return self.misses < MISSES_BEFORE_IGNORED
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A sequence at one speculator. `proposal` is the newest tree it sent that is not used yet."""
+
+    speculator: Speculator
+    handle: int
+    asked_at: float
+    proposal: DraftProposal | None = None
+    answered_len: int = 0  # base of the newest proposal taken
+
+
+class DraftDesk:
+    """Assigns sequences to speculators and keeps their newest trees. Owns all seats; runs on the event loop only.
+
+    Speculators with the same sources share the sequences between them; those with different sources draft side by
+    side, and their trees are merged.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_wait_s: float, budget_of: Callable[[Sequence], int]) -> None:
+        self._clock = clock
+        self._max_wait_s = max_wait_s
+        self._budget_of = budget_of  # nodes the next tree of a sequence may have
+        self._speculators: list[Speculator] = []
+        self._seats: dict[Sequence, list[_Seat]] = {}
+        self._source_names: list[str] = []
+        self.late = 0
+
+    @property
+    def speculators(self) -> tuple[Speculator, ...]:
+        """Attached speculators."""
+        return tuple(self._speculators)
+
+    def source_names(self, mask: int) -> list[str]:
+        """Names of the sources in a merged tree's mask."""
+        return [name for bit, name in enumerate(self._source_names) if mask >> bit & 1]
+
+    def attach(self, name: str, sources: tuple[str, ...], outbox: DraftOutbox, *, wants_top_tokens: bool) -> Speculator:
+        """Add a speculator and give it its share of the sequences that are open."""
+        for source in sources:
+            if source not in self._source_names:
+                self._source_names.append(source)
+        bits = tuple(self._source_names.index(source) for source in sources)
+        speculator = Speculator(name, sources, bits, outbox, wants_top_tokens)
+        self._speculators.append(speculator)
+        for sequence, seats in self._seats.items():
+            if all(seat.speculator.sources != sources for seat in seats):
+                self._seat(sequence, speculator)
+        return speculator
+
+    def detach(self, speculator: Speculator) -> None:
+        """Remove a speculator; its sequences go to another with the same sources if there is one."""
+        self._speculators.remove(speculator)
+        for sequence in speculator.sequences.values():
+            seats = self._seats[sequence]
+            seats[:] = [seat for seat in seats if seat.speculator is not speculator]
+            heir = self._least_loaded(speculator.sources)
+            if heir is not None:
+                self._seat(sequence, heir)
+
+    def open(self, sequence: Sequence) -> None:
+        """Have the sequence drafted for, unless it is already or its request forbids speculation."""
+        if sequence in self._seats or not sequence.submission.limits.speculates:
+            return
+        self._seats[sequence] = []
+        for sources in {speculator.sources for speculator in self._speculators}:
+            speculator = self._least_loaded(sources)
+            assert speculator is not None  # the sources are those of an attached one
+            self._seat(sequence, speculator)
+
+    def close(self, sequence: Sequence) -> None:
+        """The sequence ended: release it everywhere."""
+        for seat in self._seats.pop(sequence, ()):
+            del seat.speculator.sequences[seat.handle]
+            seat.speculator.outbox.release(seat.handle)
+
+    def wants_top_tokens(self, sequence: Sequence) -> bool:
+        """Whether a speculator of the sequence asked for the target's most probable tokens."""
+        return any(seat.speculator.wants_top_tokens for seat in self._seats.get(sequence, ()))
+
+    def committed(self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Tell the sequence's speculators what was committed after `base_len`, and start waiting for their trees."""
+        now = self._clock()
+        for seat in self._seats.get(sequence, ()):
+            if seat.answered_len < base_len and now - seat.asked_at > self._max_wait_s:
+                seat.speculator.misses += 1
+            seat.asked_at = now
+            notice = CommitNotice(
+                seat.handle,
+                base_len,
+                tuple(sequence.tokens[base_len:]),
+                self._budget_of(sequence),
+                top_token_ids if seat.speculator.wants_top_tokens else (),
+            )
+            seat.speculator.outbox.commit(notice)
+
+    def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
+        """Take a tree. Returns its sequence, or None if that ended in the meantime.
+
+        Raises:
+            NotFoundError: the handle was never assigned.
+            StaleBaseError: the tree does not fit the committed tokens any more (it is late) or never did.
+            InvalidTreeError: a source mask names a source the speculator does not have.
+        """
+        sequence = speculator.sequences.get(handle)
+        if sequence is None:
+            if handle >= speculator.next_handle or handle < 1:
+                raise NotFoundError(f"handle {handle} was never assigned on this stream")
+            return None
+        if any(mask >> len(speculator.sources) for mask in proposal.tree.source_masks or ()):
+            raise InvalidTreeError("a source mask names an unknown source")
+        seat = next(s for s in self._seats[sequence] if s.speculator is speculator)
+        try:
+            proposal.rebased(sequence.tokens)
+        except StaleBaseError:
+            self.late += 1
+            raise
+        if proposal.base_committed_len < seat.answered_len:
+            return sequence  # reordered: a newer tree is here already
+        if proposal.base_committed_len == len(sequence.tokens):
+            latency = self._clock() - seat.asked_at
+            speculator.latency_s += LATENCY_SMOOTHING * (latency - speculator.latency_s)
+            if latency <= self._max_wait_s:
+                speculator.misses = 0
+        seat.proposal = proposal
+        seat.answered_len = proposal.base_committed_len
+        return sequence
+
+    def tree(self, sequence: Sequence) -> TokenTree | None:
+        """The merged tree under the sequence's present root; None if no speculator has one."""
+        trees: list[TokenTree] = []
+        for seat in self._seats.get(sequence, ()):
+            if seat.proposal is None:
+                continue
+            try:
+                trees.append(self._with_global_sources(seat.speculator, seat.proposal.rebased(sequence.tokens)))
+            except StaleBaseError:
+                self.late += 1
+                seat.proposal = None
+        return merge(trees) if trees else None
+
+    def wait_until(self, sequence: Sequence) -> float:
+        """Clock time until which the sequence's next step should wait for trees; in the past if it is ready."""
+        deadlines = [
+            seat.asked_at + min(self._max_wait_s, 2.0 * seat.speculator.latency_s + 0.002)
+            if seat.speculator.latency_s
+            else seat.asked_at + self._max_wait_s
+            for seat in self._seats.get(sequence, ())
+            if seat.answered_len < len(sequence.tokens) and seat.speculator.responsive
+        ]
+        return max(deadlines, default=0.0)
+
+    def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
+        same = [speculator for speculator in self._speculators if speculator.sources == sources]
+        return min(same, key=lambda s: (not s.responsive, len(s.sequences)), default=None)
+
+    def _seat(self, sequence: Sequence, speculator: Speculator) -> None:
+        handle = speculator.next_handle
+        speculator.next_handle += 1
+        speculator.sequences[handle] = sequence
+        self._seats[sequence].append(_Seat(speculator, handle, self._clock()))
+        speculator.outbox.assign(handle, sequence, self._budget_of(sequence))
+
+    @staticmethod
+    def _with_global_sources(speculator: Speculator, tree: TokenTree) -> TokenTree:
+        if tree.source_masks is None:
+            return tree
+        masks = tuple(_translate(mask, speculator.source_bits) for mask in tree.source_masks)
+        return TokenTree(tree.token_ids, tree.parents, tree.log_probs, masks)
+
+
+def _translate(mask: int, bits: Iterable[int]) -> int:
+    return sum(1 << bit for k, bit in enumerate(bits) if mask >> k & 1)

@@ -1,0 +1,87 @@
+"""Checks submissions against this verifier's limits and turns them into sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from opentelemetry import trace
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.identity import ModelIdentity
+from treeserve_core.sampling import check_token_ids
+from treeserve_engine.accept import SequenceSampler
+from treeserve_text.assembler import TextAssembler
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.sequence import Emission, Sequence, Submission
+from treeserve_wire.telemetry import context_from
+
+
+class Intake:
+    """Builds sequences. The router checked the request already; this side trusts nothing it did not check itself."""
+
+    def __init__(
+        self, config: VerifierConfig, identity: ModelIdentity, tokenizer: Tokenizer, tracer: trace.Tracer
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._tokenizer = tokenizer
+        self._tracer = tracer
+        self._seq_ids = itertools.count(1)
+
+    def accept(self, submission: Submission, emit: Callable[[Emission], None]) -> Sequence:
+        """A sequence that is ready to wait for its first step.
+
+        Raises:
+            InvalidArgumentError: if the submission does not fit the model or this verifier's context window.
+        """
+        self._check(submission)
+        sampler = self._sampler(submission)
+        watch = None
+        if submission.stopping.stop_strings:
+            watch = TextAssembler(self._tokenizer, submission.stopping.stop_strings)
+            watch.push(list(submission.generated_token_ids))
+            if watch.stopped is not None:
+                raise InvalidArgumentError("generated_token_ids", "already contain a stop string")
+        span = self._tracer.start_span(
+            "treeserve.verify",
+            context_from(submission.traceparent),
+            attributes={
+                "treeserve.request_id": submission.request_id,
+                "treeserve.prompt_tokens": len(submission.prompt_token_ids),
+                "treeserve.replayed_tokens": len(submission.generated_token_ids),
+            },
+        )
+        tokens = [*submission.prompt_token_ids, *submission.generated_token_ids]
+        return Sequence(next(self._seq_ids), submission, emit, sampler, watch, tokens, span=span)
+
+    def _sampler(self, submission: Submission) -> SequenceSampler:
+        try:
+            sampler = SequenceSampler(
+                submission.sampling,
+                submission.stopping,
+                submission.prompt_token_ids,
+                generated_token_ids=submission.generated_token_ids,
+                eos_token_ids=self._identity.eos_token_ids,
+                vocab_size=self._identity.vocab_size,
+            )
+        except RuntimeError:  # tokens after the end
+            raise InvalidArgumentError("generated_token_ids", "go on after the end of the generation") from None
+        if sampler.finish_reason is not None:
+            raise InvalidArgumentError("generated_token_ids", "are a finished generation")
+        return sampler
+
+    def _check(self, submission: Submission) -> None:
+        if not submission.prompt_token_ids:
+            raise InvalidArgumentError("prompt_token_ids", "is empty")
+        for name in ("prompt_token_ids", "generated_token_ids"):
+            check_token_ids(name, getattr(submission, name), self._identity.vocab_size)
+        submission.sampling.check_vocab(self._identity.vocab_size)
+        submission.stopping.check_vocab(self._identity.vocab_size)
+        total = len(submission.prompt_token_ids) + submission.stopping.max_tokens
+        if total > self._config.max_context_tokens:
+            raise InvalidArgumentError(
+                "stopping.max_tokens",
+                f"prompt and max_tokens make {total} tokens; the context window has {self._config.max_context_tokens}",
+            )

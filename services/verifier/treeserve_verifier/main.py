@@ -1,0 +1,143 @@
+"""Builds a verifier from its configuration and runs it until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+
+import structlog
+import torch
+import uvloop
+from opentelemetry import trace
+
+from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.identity import ModelIdentity
+from treeserve_engine.config import load_config as load_model_config
+from treeserve_engine.model import LlamaModel
+from treeserve_engine.runner import ModelRunner
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.decode_stream import DecodeHandler
+from treeserve_verifier.draft_stream import DraftHandler
+from treeserve_verifier.drafting import DraftDesk
+from treeserve_verifier.executor import StepExecutor
+from treeserve_verifier.intake import Intake
+from treeserve_verifier.loop import VerifyLoop
+from treeserve_verifier.metrics import VerifierMetrics
+from treeserve_verifier.planner import StepPlanner
+from treeserve_verifier.scheduler import Scheduler
+from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.servicer import VerifierServicer
+from treeserve_wire.config import load_config
+from treeserve_wire.server import ServiceServer
+from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
+
+log = structlog.get_logger(__name__)
+SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The loaded model, before the event loop starts."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    identity: ModelIdentity
+    cost: CostModel
+
+
+def load_engine(config: VerifierConfig) -> Engine:
+    """Load the model, allocate the KV cache and measure what steps cost.
+
+    Raises:
+        InvalidArgumentError: if the model cannot be served, with the reason.
+    """
+    torch.set_num_threads(config.threads)
+    model_config = load_model_config(config.model_folder)
+    tokenizer = Tokenizer.from_folder(config.model_folder)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model = LlamaModel.load(config.model_folder, model_config, dtype, torch.device(config.device))
+    runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
+    cost = CostModel.measure(StepExecutor(runner).time_ms)
+    log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, dtype=config.dtype)
+    identity = ModelIdentity(
+        config.model_name, tokenizer.hash, tokenizer.vocab_size, model_config.vocab_size, tokenizer.eos_token_ids
+    )
+    return Engine(runner, tokenizer, identity, cost)
+
+
+class Verifier:
+    """One running verifier. Built inside the event loop."""
+
+    def __init__(self, config: VerifierConfig, engine: Engine, tracer: trace.Tracer, metrics: VerifierMetrics) -> None:
+        self._config = config
+        self.blocks = engine.runner.blocks
+        planner = StepPlanner(config, engine.cost)
+        clock = asyncio.get_running_loop().time
+        self._desk = DraftDesk(
+            clock, config.draft_wait_ms / 1e3, lambda s: planner.draft_budget(s, len(self._scheduler))
+        )
+        self._scheduler = Scheduler(config, self.blocks, self._sequence_ended)
+        self.loop = VerifyLoop(self._scheduler, self._desk, planner, StepExecutor(engine.runner), engine.cost, metrics)
+        intake = Intake(config, engine.identity, engine.tokenizer, tracer)
+        decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)
+        draft = DraftHandler(config, engine.identity, self.loop, metrics)
+        self.loop.observers.append(decode.report_load)
+        self.server = ServiceServer(config.listen, SERVICE_NAME, reflection=config.reflection)
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(decode, draft), self.server.grpc)
+        metrics.watch("treeserve_sequences", "Sequences held", lambda: len(self._scheduler))
+        metrics.watch("treeserve_kv_free_blocks", "Free KV blocks", lambda: self.blocks.free_blocks)
+        metrics.watch("treeserve_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
+        metrics.watch("treeserve_preemptions", "Sequences preempted for KV blocks", lambda: self._scheduler.preemptions)
+        metrics.watch("treeserve_late_trees", "Trees that came too late", lambda: self._desk.late)
+        metrics.watch("treeserve_speculators", "Attached speculators", lambda: len(self._desk.speculators))
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain: running sequences may end, the rest is handed back."""
+        stepping = asyncio.create_task(self.loop.run())
+        stopping = asyncio.create_task(stop.wait())
+        address = await self.server.start()
+        log.info("serving", address=address)
+        await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stepping.done():
+            await self.server.set_serving(False)
+            await self.loop.drain(self._config.drain_s)
+        await self.server.drain(STOP_GRACE_S)
+        stopping.cancel()
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+        if not stepping.cancelled() and (error := stepping.exception()) is not None:
+            raise error
+
+    def _sequence_ended(self, sequence: Sequence) -> None:
+        self._desk.close(sequence)
+        sequence.span.set_attributes(
+            {
+                "treeserve.output_tokens": sequence.output_len,
+                "treeserve.steps": sequence.stats.steps,
+                "treeserve.drafted": sequence.stats.drafted,
+                "treeserve.accepted": sequence.stats.accepted,
+            }
+        )
+        sequence.span.end()
+
+
+async def run(config: VerifierConfig) -> None:
+    """Load, serve, drain."""
+    setup_logging("verifier", config.log_level)
+    tracer = setup_tracing("treeserve-verifier", config.otlp_endpoint)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    engine = await asyncio.to_thread(load_engine, config)
+    verifier = Verifier(config, engine, tracer, VerifierMetrics())
+    start_metrics(config.metrics_listen)
+    await verifier.serve(stop)
+
+
+def main() -> None:
+    """Entry point of `python -m treeserve_verifier`."""
+    uvloop.run(run(load_config(VerifierConfig)))

@@ -1,0 +1,108 @@
+"""A sequence as the verifier holds it. Only the scheduler and the step that runs it change one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
+from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
+from treeserve_engine.accept import SequenceSampler
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a router asks for, checked against this verifier's limits before a Sequence is made of it.
+
+    Attributes:
+        generated_token_ids: output that exists already (a replay or a resume).
+        traceparent: W3C trace context of the request's span; empty for none.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    generated_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: StoppingCriteria
+    limits: SequenceLimits
+    traceparent: str = ""
+
+
+@dataclass(frozen=True)
+class Emission:
+    """New tokens of a sequence, on their way to its router. `error` and `finish_reason` exclude each other.
+
+    Attributes:
+        offset: output position of the first token.
+        log_probs: one entry per token if asked for, else empty.
+        stop_string: the stop string that ended it, if one did.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[PositionLogProbs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str = ""
+    stats: SpeculationStats | None = None
+    error: Exception | None = None
+
+
+class StopStringWatch(Protocol):
+    """Decides whether a stop string is complete, one token at a time."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string found, if any."""
+
+    def push(self, token_ids: list[int]) -> object:
+        """Take the next output tokens."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One generation in progress.
+
+    Attributes:
+        seq_id: unique in this process; names its KV blocks.
+        emit: takes each Emission; must not block.
+        tokens: committed tokens, prompt and output. The last one is the root of the next tree: its KV is not computed.
+        sampler: replay state; it alone chooses tokens.
+        stop_watch: set if the request has stop strings.
+        calibration: accepted over expected nodes, smoothed: how far the drafters' probabilities hold here.
+    """
+
+    seq_id: int
+    submission: Submission
+    emit: Callable[[Emission], None]
+    sampler: SequenceSampler
+    stop_watch: StopStringWatch | None
+    tokens: list[int]
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    cancelled: bool = False
+    calibration: float = 1.0
+    span: Span = INVALID_SPAN
+
+    @property
+    def prompt_len(self) -> int:
+        """Length of the prompt."""
+        return len(self.submission.prompt_token_ids)
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens so far, those it was submitted with included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def max_len(self) -> int:
+        """Longest it can become: prompt and max_tokens."""
+        return self.prompt_len + self.submission.stopping.max_tokens
+
+    def stops_at(self, token_id: int) -> bool:
+        """Whether a stop string is complete with this next output token."""
+        if self.stop_watch is None:
+            return False
+        self.stop_watch.push([token_id])
+        return self.stop_watch.stopped is not None
