@@ -21,7 +21,7 @@ from treeserve_engine.processors import FloatArray, TokenContext, processed_logi
 DoubleArray = npt.NDArray[np.float64]
 IdArray = npt.NDArray[np.int64]
 
-# Ids hashed at once. Temporaries this small stay in the cache and in the allocator: page faults cost more than the work.
+# Ids hashed at once. Larger temporaries go back to the system each time, and page faults cost more than the work.
 _BLOCK = 16384
 # exp(GUMBEL_MIN) has room for the rounding of exp and division: the true minimum is -3.604.
 _CUT = math.exp(GUMBEL_MIN)
@@ -54,7 +54,7 @@ def next_token(
     Raises:
         NonFiniteLogitsError: if a logit is NaN or infinite.
     """
-    check_finite(logits)
+    _check_finite(logits)
     processed = processed_logits(logits, params, context, blocked_ids)
     if params.is_greedy:
         return int(np.argmax(processed))
@@ -89,7 +89,7 @@ def position_log_probs(
     )
 
 
-def check_finite(logits: FloatArray) -> None:
+def _check_finite(logits: FloatArray) -> None:
     """Raise NonFiniteLogitsError if a logit is NaN or infinite."""
     finite = np.isfinite(logits)
     if not finite.all():
@@ -117,9 +117,9 @@ def _largest(values: FloatArray, k: int) -> IdArray:
     if k == 0:
         return np.empty(0, np.int64)
     border = np.partition(values, -k)[-k]
-    above = np.flatnonzero(values > border)
-    tied = np.flatnonzero(values == border)[: k - len(above)]
-    return np.sort(np.concatenate((above, tied)))
+    largest = values > border
+    largest[np.flatnonzero(values == border)[: k - np.count_nonzero(largest)]] = True
+    return np.flatnonzero(largest)
 
 
 def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
@@ -129,7 +129,7 @@ def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
     # Tokens with less than (1 - top_p) / n of the total make up less than 1 - top_p together, so the nucleus ends
     # above them: only the others need sorting. The halving covers the rounding.
     floor = best + temperature * math.log(0.5 * (1.0 - top_p) * total / len(values))
-    pool = np.sort(values[values >= np.nextafter(np.float32(floor), np.float32(-np.inf))])[::-1]
+    pool = -np.sort(-values[values >= np.nextafter(np.float32(floor), np.float32(-np.inf))])  # best first
     reached = np.cumsum(_weights(pool, best, temperature)) >= top_p * total
     return int(np.argmax(reached)) + 1 if reached.any() else len(pool)  # rounding may leave the sum just short
 
@@ -137,9 +137,9 @@ def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
 def _noisy_argmax(values: FloatArray, kept: IdArray | None, params: SamplingParams, position: int) -> int:
     """The id in `kept` (None: all) with the largest value / T + gumbel(seed, position, id), the lowest one on ties.
 
-    Exact, but only a few dozen tokens pay for the logarithms of the noise. Since 1 - U <= -log(U) <=
-    (1 - U) exp(-GUMBEL_MIN), the score of a token lies within [log r + GUMBEL_MIN, log r], r = exp(value / T) / (1 - U).
-    So a token whose r is below exp(GUMBEL_MIN) times that of another cannot win.
+    Exact, but only a few dozen tokens pay for the logarithms of the noise. With r = exp(value / T) / (1 - U), a token's
+    score lies within [log r + GUMBEL_MIN, log r], because 1 - U <= -log(U) <= (1 - U) exp(-GUMBEL_MIN). So a token
+    whose r is below exp(GUMBEL_MIN) times that of another cannot win.
 
     Args:
         values: float32[n], the logits of `kept`.

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from treeserve_core.errors import InvalidArgumentError, NotFoundError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria, check_token_ids
@@ -19,6 +20,8 @@ ROLES = ("system", "user", "assistant")
 
 # A stand-in for "what the window leaves" until the prompt's length is known.
 OPEN_ENDED = 2**32 - 1
+
+_T = TypeVar("_T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]*")
 # Texts longer than this are tokenised in a thread, so that one long prompt does not hold up every stream.
@@ -68,7 +71,6 @@ class RouterRequest:
     limits: SequenceLimits
     session_id: str = ""
     deadline: float | None = None
-    traceparent: str = ""
 
     @property
     def max_total_tokens(self) -> int:
@@ -138,7 +140,6 @@ class Admission:
             limits=ask.limits,
             session_id=ask.session_id,
             deadline=ask.deadline,
-            traceparent=ask.traceparent,
         )
 
     async def _tokenise(self, ask: Ask) -> tuple[str, Sequence[int]]:
@@ -152,7 +153,7 @@ class Admission:
         return "prompt", await _maybe_in_thread(self._tokenizer.encode, ask.prompt, len(ask.prompt))
 
 
-async def _maybe_in_thread[T](function: Callable[[T], list[int]], argument: T, chars: int) -> list[int]:
+async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:
     if chars <= _INLINE_TEXT_CHARS:
         return function(argument)
     return await asyncio.to_thread(function, argument)

@@ -16,6 +16,7 @@ class VerifierState:
     """What the router knows of a connected verifier. Links to other models never come this far.
 
     Attributes:
+        address: where it listens; unique in a router.
         max_context_tokens: longest prompt plus output.
         max_sequences: sequences it runs at once.
         sequences: sequences it holds, those on their way to it included.
@@ -24,6 +25,7 @@ class VerifierState:
         holding_off: it has just refused a sequence.
     """
 
+    address: str
     verifier_id: str
     max_context_tokens: int
     max_sequences: int
@@ -51,9 +53,9 @@ class VerifierState:
 
 
 def place(ticket: Ticket, verifiers: Iterable[VerifierState]) -> VerifierState | None:
-    """The verifier to run a ticket on now, or None if none has room. Ties go to the lowest id."""
+    """The verifier to run a ticket on now, or None if none has room. Ties go to the lowest address."""
     fitting = [v for v in verifiers if v.can_serve(ticket) and v.has_room]
-    return min(fitting, key=lambda v: (-_score(ticket, v), v.verifier_id), default=None)
+    return min(fitting, key=lambda v: (-_score(ticket, v), v.address), default=None)
 
 
 def _score(ticket: Ticket, verifier: VerifierState) -> float:

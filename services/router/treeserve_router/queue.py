@@ -22,6 +22,7 @@ class Ticket:
         generated_token_ids: output tokens that exist already.
         mailbox: where its events go.
         preferred_verifier: id of the verifier its session used last; empty for none.
+        traceparent: W3C trace context of the request's span; empty for none.
         is_replay: it was dispatched before, so it waits in front and is never refused.
     """
 
@@ -29,6 +30,7 @@ class Ticket:
     generated_token_ids: tuple[int, ...]
     mailbox: Mailbox = field(repr=False)
     preferred_verifier: str = ""
+    traceparent: str = ""
     is_replay: bool = False
 
     @property

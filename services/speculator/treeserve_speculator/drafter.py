@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import structlog
+
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import check_token_ids
 from treeserve_core.tree import TokenTree, merge
-
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
 from treeserve_speculator.sources.base import BatchDraftSource, DraftSource
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _log = structlog.get_logger(__name__)
 
@@ -67,7 +71,7 @@ class Drafter:
         """Introduce a new sequence to all sources."""
         self._metrics.sequences.inc()
         for source in self._sources:
-            self._guarded(source, sequence, lambda source=source: source.open(sequence))
+            self._guarded(source, sequence, source.open, sequence)
 
     def commit(self, sequence: DraftSequence, committed: CommittedTokens) -> None:
         """Advance a sequence and tell all sources.
@@ -80,13 +84,13 @@ class Drafter:
         if not tokens:
             return
         for source in self._sources:
-            self._guarded(source, sequence, lambda source=source: source.commit(sequence, tokens, top))
+            self._guarded(source, sequence, source.commit, sequence, tokens, top)
 
     def close(self, sequence: DraftSequence) -> None:
         """Let all sources forget a sequence."""
         self._metrics.sequences.dec()
         for source in self._sources:
-            self._guarded(source, sequence, lambda source=source: source.close(sequence))
+            self._guarded(source, sequence, source.close, sequence)
 
     def draft(self, sequences: Sequence[DraftSequence], limits: TreeLimits) -> list[DraftProposal]:
         """One proposal per sequence, in order; a tree of its root alone where no source had an idea.
@@ -118,12 +122,11 @@ class Drafter:
         batched = self._ask_batch(source, wanted) if isinstance(source, BatchDraftSource) else None
         trees: dict[DraftSequence, TokenTree | None] = {}
         for i, (sequence, budget) in enumerate(wanted):
-            # After a failed batch each sequence is asked alone, to find the one that failed.
-            def answer(i: int = i, sequence: DraftSequence = sequence, budget: int = budget) -> TokenTree | None:
-                tree = source.propose(sequence, budget) if batched is None else batched[i]
-                return self._checked(tree, sequence)
-
-            trees[sequence] = self._guarded(source, sequence, answer)
+            if batched is not None:
+                tree = batched[i]
+            else:  # after a failed batch too: asked alone, the sequence that failed shows itself
+                tree = self._guarded(source, sequence, source.propose, sequence, budget)
+            trees[sequence] = self._guarded(source, sequence, self._checked, sequence, tree)
         return [trees.get(sequence) for sequence in sequences]
 
     def _ask_batch(
@@ -131,12 +134,14 @@ class Drafter:
     ) -> list[TokenTree | None] | None:
         try:
             trees = source.propose_batch(wanted)
+            if len(trees) != len(wanted):
+                raise ValueError(f"{len(trees)} trees for {len(wanted)} sequences")
         except Exception as error:
             _log.warning("draft source failed on a batch", source=source.name, error=repr(error))
             return None
-        return trees if len(trees) == len(wanted) else None
+        return trees
 
-    def _checked(self, tree: TokenTree | None, sequence: DraftSequence) -> TokenTree | None:
+    def _checked(self, sequence: DraftSequence, tree: TokenTree | None) -> TokenTree | None:
         if tree is None:
             return None
         if tree.token_ids[0] != sequence.tokens[-1]:
@@ -152,12 +157,14 @@ class Drafter:
         tree = _cut_below(merge(trees), self._eos_token_ids)
         return tree.pruned(min(sequence.budget, limits.max_nodes), limits.max_depth)
 
-    def _guarded[T](self, source: DraftSource, sequence: DraftSequence, call: Callable[[], T]) -> T | None:
+    def _guarded(
+        self, source: DraftSource, sequence: DraftSequence, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T | None:
         """`call`, unless the source failed on this sequence before; a failure now is counted and is its last."""
         if source.name in sequence.disabled:
             return None
         try:
-            return call()
+            return call(*args, **kwargs)
         except Exception as error:
             sequence.disabled.add(source.name)
             self._metrics.source_failures.labels(source.name).inc()

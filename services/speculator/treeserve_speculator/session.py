@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import structlog
 from opentelemetry import trace
+
 from treeserve_core.errors import StaleBaseError
 from treeserve_core.proposal import DraftProposal
-from treeserve_wire.telemetry import context_from
-
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence, DraftWork
+from treeserve_wire.telemetry import context_from
 
 _log = structlog.get_logger(__name__)
 

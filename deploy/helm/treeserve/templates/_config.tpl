@@ -19,7 +19,9 @@ verifiers: ["dns://{{ include "treeserve.fullname" $root }}-verifier.{{ $root.Re
 {{- else if $values.verifier.gpu.count }}
 device: cuda
 {{- end }}
+{{- if ne $role "speculator" }}
 drain_s: {{ $values.drain.seconds }}
+{{- end }}
 log_level: {{ $values.logLevel }}
 {{- with $values.otlpEndpoint }}
 otlp_endpoint: {{ . | quote }}

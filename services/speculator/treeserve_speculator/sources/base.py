@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from treeserve_core.tree import TokenTree
-
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.sequence import DraftSequence
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from treeserve_core.tree import TokenTree
-
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 

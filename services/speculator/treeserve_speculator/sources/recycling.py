@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from treeserve_core.tree import TokenTree
 
+from treeserve_core.tree import TokenTree
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 
@@ -56,7 +56,7 @@ class RecyclingSource:
         if self._table is None:
             return None
         token_ids, parents, log_probs = [state.tokens[-1]], [-1], [0.0]
-        # (-path log-probability, parent, rank, depth, token): rank r + 1 enters when rank r leaves, so the heap stays small.
+        # (-path log-probability, parent, rank, depth, token); rank r + 1 enters when rank r leaves, so it stays small.
         heap: list[tuple[float, int, int, int, int]] = []
         self._push(heap, 0.0, 0, token_ids[0], 0, 1)
         while heap and len(token_ids) <= budget:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from treeserve_core.tree import TokenTree
-
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.suffix_trie import SuffixTrie, TrieNode
@@ -133,3 +132,8 @@ def _followers(node: TrieNode, context_len: int, min_probability: float) -> list
     total = seen + len(node.children) / context_len
     least = min_probability * total
     return [(token, child.count / total, child) for token, child in node.children.items() if child.count >= least]
+
+
+def build(settings: SourceSettings) -> SuffixSource:
+    """The source as configured."""
+    return SuffixSource()

@@ -262,7 +262,9 @@ Global___ServiceLevel: _TypeAlias = ServiceLevel  # noqa: Y015
 
 @_typing.final
 class TokenLogProb(_message.Message):
-    """A token's log-probability under the distribution it was drawn from before filters."""
+    """A token's log-probability: log-softmax of the model's logits after penalties and bias, at temperature 1 and before
+    the filters, so that greedy requests get meaningful values and speculation changes none.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,72 @@
+# Every target sets up what it needs. `make` alone lists them.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE ?= $(CURDIR)/.cache
+INSTALLED := $(VENV)/.installed
+MODEL := $(CACHE)/SmolLM2-135M-Instruct.gguf
+CHART_TOOLS := .tools/helm
+PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
+	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator
+export TREESERVE_CACHE := $(CACHE)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run up test lint format protos lock gpu-check kernels clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) $(MODEL) ## Create .venv from the hashed lock and fetch the default model
+
+$(INSTALLED): requirements/treeserve.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/treeserve.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(MODEL): requirements/assets.lock | $(INSTALLED)
+	$(BIN)/python requirements/fetch_assets.py $(CACHE)
+	@touch $@
+
+$(CHART_TOOLS): requirements/chart-tools.lock | $(INSTALLED)
+	$(BIN)/python requirements/fetch_chart_tools.py .tools
+	@touch $@
+
+run: setup ## Start the three services, stream an answer, compare with plain decoding
+	$(BIN)/treeserve demo
+
+up: setup ## Start the local cluster and keep it running
+	$(BIN)/treeserve up
+
+test: setup $(CHART_TOOLS) ## Run all tests (they start their own Valkey and services)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/python protos/generate.py --image .cache/protos.binpb
+	cd protos && ../$(BIN)/buf lint ../.cache/protos.binpb --config buf.yaml
+	.tools/helm lint --strict deploy/helm/treeserve
+
+format: $(INSTALLED) ## Rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(INSTALLED) ## Generate the stubs in protos/gen
+	$(BIN)/python protos/generate.py
+
+lock: $(INSTALLED) ## Resolve pyproject.toml into the hashed lock
+	$(BIN)/pip-compile --quiet --generate-hashes --strip-extras --allow-unsafe --no-emit-index-url --no-emit-find-links \
+		--extra engine --extra router --extra cli --extra dev -o requirements/treeserve.lock pyproject.toml
+
+kernels: $(INSTALLED) ## Compile the Triton kernels ahead of time and print registers, spills, shared memory
+	$(BIN)/python -m treeserve_kernels.triton.compile
+
+gpu-check: setup ## On a GPU: prove and time the kernels, write benchmarks/results
+	$(BIN)/python benchmarks/gpu_check.py
+
+clean: ## Remove everything that was set up here
+	rm -rf $(VENV) .tools .cache build *.egg-info

@@ -1,0 +1,189 @@
+"""One generation from the client's side, without input or output: events in, chunks out, and when to resume.
+
+The sync and async streams are thin loops around it, so both keep the same promises: offsets without gap or repeat, one
+uninterrupted run of tokens however often the router had to be found again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from treeserve.common.v1 import common_pb2
+from treeserve.inference.v1 import inference_pb2
+from treeserve_client.errors import DeadlineExceeded, Internal, Unavailable, from_rpc
+from treeserve_client.types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    PositionLogProbs,
+    SpeculationStats,
+    Started,
+    Timing,
+    Usage,
+)
+
+_FIRST_RESUME_DELAY_S = 0.1
+_MAX_RESUME_DELAY_S = 5.0
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How far a call may go: seconds until it must end (None: no limit), and how often it may be resumed."""
+
+    deadline_s: float | None = None
+    max_resumes: int = 5
+
+
+class Generation:
+    """The state of one generation.
+
+    Attributes:
+        started: what the router admitted; None until it has.
+        result: the completion; None until the end.
+    """
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        options: CallOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.started: Started | None = None
+        self.result: Completion | None = None
+        self._request = request
+        self._options = options
+        self._clock = clock
+        self._began = clock()
+        self._awaits_started = True
+        self._resumes = 0
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._log_probs: list[PositionLogProbs] = []
+        self._first_token_at = self._last_token_at = self._began
+
+    @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        """The request to send now: the original, or after an interruption the one that goes on where it broke off."""
+        if self.started is None:
+            return self._request
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.request_id = self.started.request_id
+        request.model = self.started.model
+        request.sampling.seed = self.started.seed
+        request.generated_token_ids.extend(self._token_ids)
+        return request
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, never negative; None without one."""
+        if self._options.deadline_s is None:
+            return None
+        return max(0.0, self._began + self._options.deadline_s - self._clock())
+
+    def receive(self, event: inference_pb2.GenerateResponse) -> Chunk | None:
+        """Take one event; returns the chunk it brings, if it brings tokens or text.
+
+        Raises:
+            Internal: if the event breaks the stream's promises, such as a gap between offsets.
+        """
+        kind = event.WhichOneof("event")
+        if self.result is not None or (kind == "started") is not self._awaits_started:
+            raise Internal(f"event {kind} out of order")
+        if kind == "started":
+            self._start(event.started)
+        elif kind == "chunk":
+            return self._append(event.chunk)
+        elif kind == "finished":
+            self._finish(event.finished)
+        return None
+
+    def check_ended(self) -> None:
+        """The server closed the stream in good order. Raises Internal if it owed more."""
+        if self.result is None:
+            raise Internal("the stream ended before the generation did")
+
+    def resume_delay_s(self, error: grpc.RpcError) -> float | None:
+        """The call failed: seconds to wait before `request` may be sent again; None if nothing is owed any more.
+
+        Raises:
+            TreeserveClientError: if resuming cannot help, is used up or would come after the deadline.
+        """
+        if self.result is not None:
+            return None
+        typed = from_rpc(error)
+        if not isinstance(typed, Unavailable) or self.started is None or self._resumes == self._options.max_resumes:
+            raise typed from error
+        delay_s = min(_FIRST_RESUME_DELAY_S * 2**self._resumes, _MAX_RESUME_DELAY_S)
+        remaining_s = self.remaining_s
+        if remaining_s is not None and remaining_s <= delay_s:
+            raise DeadlineExceeded("the deadline leaves no time to resume") from error
+        self._resumes += 1
+        self._awaits_started = True
+        return delay_s
+
+    def _start(self, msg: inference_pb2.Started) -> None:
+        started = Started(msg.request_id, msg.model, msg.seed, msg.prompt_tokens)
+        if self.started not in (None, started):
+            raise Internal(f"resumed as another generation: {started} instead of {self.started}")
+        self.started = started
+        self._awaits_started = False
+
+    def _append(self, msg: inference_pb2.TokenChunk) -> Chunk | None:
+        if msg.offset != len(self._token_ids):
+            raise Internal(f"token offset {msg.offset} where {len(self._token_ids)} was due")
+        chunk = Chunk(msg.offset, tuple(msg.token_ids), msg.text, _log_probs(msg.log_probs))
+        self._token_ids += chunk.token_ids
+        self._texts.append(chunk.text)
+        self._log_probs += chunk.log_probs
+        if chunk.token_ids:
+            self._last_token_at = self._clock()
+            if chunk.offset == 0:
+                self._first_token_at = self._last_token_at
+        return chunk if chunk.token_ids or chunk.text else None
+
+    def _finish(self, msg: inference_pb2.Finished) -> None:
+        if msg.reason not in _FINISH_REASONS:
+            raise Internal(f"unknown finish reason {msg.reason}")
+        self.result = Completion(
+            token_ids=tuple(self._token_ids),
+            text="".join(self._texts),
+            log_probs=tuple(self._log_probs),
+            finish_reason=_FINISH_REASONS[msg.reason],
+            stop_string=msg.stop_string or None,
+            usage=Usage(msg.usage.prompt_tokens, msg.usage.completion_tokens),
+            speculation=SpeculationStats(
+                msg.speculation.steps,
+                msg.speculation.drafted,
+                msg.speculation.accepted,
+                tuple(msg.speculation.accepted_per_depth),
+            ),
+            timing=self._timing(),
+        )
+
+    def _timing(self) -> Timing:
+        after_first = max(1, len(self._token_ids) - 1)
+        return Timing(
+            ttft_ms=(self._first_token_at - self._began) * 1e3,
+            tpot_ms=(self._last_token_at - self._first_token_at) / after_first * 1e3,
+            e2e_ms=(self._clock() - self._began) * 1e3,
+        )
+
+
+def _log_probs(messages: Iterable[common_pb2.PositionLogProbs]) -> tuple[PositionLogProbs, ...]:
+    return tuple(
+        PositionLogProbs(
+            msg.chosen.token_id, msg.chosen.log_prob, tuple((entry.token_id, entry.log_prob) for entry in msg.top)
+        )
+        for msg in messages
+    )

@@ -1,0 +1,114 @@
+"""What a caller gets back: plain frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request was admitted. With `seed` the same request gives the same tokens."""
+
+    request_id: str
+    model: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class PositionLogProbs:
+    """Log-probabilities at one output position: the emitted token's, and the most probable ones, best first."""
+
+    token_id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens; `offset` is the output position of the first. `log_probs` has an entry each if asked for."""
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    log_probs: tuple[PositionLogProbs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What speculation did, since the last resume if there was one. Roots and bonus tokens are not counted.
+
+    Attributes:
+        steps: verify steps.
+        drafted, accepted: draft nodes verified and accepted.
+        accepted_per_depth: element d counts nodes accepted at depth d + 1.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_depth: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify step: accepted + 1 on average; 0 without a step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """As the client saw it, milliseconds.
+
+    Attributes:
+        ttft_ms: from the call to the first token.
+        tpot_ms: mean time of each token after the first; 0 with fewer than two tokens.
+        e2e_ms: from the call to the end.
+    """
+
+    ttft_ms: float
+    tpot_ms: float
+    e2e_ms: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation. `stop_string` is the one that ended it, if one did."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    log_probs: tuple[PositionLogProbs, ...]
+    finish_reason: FinishReason
+    stop_string: str | None
+    usage: Usage
+    speculation: SpeculationStats
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class Model:
+    """A served model.
+
+    Attributes:
+        max_context_tokens: longest prompt plus output.
+        verifiers: how many serve it now.
+        dtype: element type of the weights.
+    """
+
+    name: str
+    tokenizer_hash: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    verifiers: int
+    dtype: str

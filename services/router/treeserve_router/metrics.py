@@ -1,0 +1,142 @@
+"""The router's Prometheus metrics. Names follow OpenTelemetry's gen_ai conventions and vLLM's spec_decode counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from treeserve_core.outcome import SpeculationStats
+from treeserve_core.sampling import ServiceClass
+from treeserve_router.queue import RequestQueue
+
+# Buckets as OpenTelemetry's semantic conventions advise, seconds.
+_DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0),
+)
+_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_REDIS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+class RouterMetrics:
+    """Everything the router counts.
+
+    Args:
+        registry: where the metrics are registered; one router each.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Time from a request's arrival to its last token.",
+            ["service_class", "outcome"],
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            ["service_class"],
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Time per output token after the first.",
+            ["service_class"],
+            buckets=_TPOT_BUCKETS,
+            registry=registry,
+        )
+        self._prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens of admitted requests.", registry)
+        self._output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
+        self._drafts = _counter("spec_decode_num_drafts", "Verify steps.", registry)
+        self._draft_tokens = _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", registry)
+        self._accepted_tokens = _counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.", registry)
+        self._accepted_per_pos = Counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft nodes accepted, by depth in the tree; 0 is the root's child.",
+            ["position"],
+            registry=registry,
+        )
+        self._rejections = Counter(
+            "treeserve_router_rejections", "Requests that failed, by the kind of error.", ["reason"], registry=registry
+        )
+        self.replays = _counter("treeserve_router_replays", "Generations continued on another link.", registry)
+        self.redis_s = Histogram(
+            "treeserve_router_redis_seconds", "Time of a call to Redis.", buckets=_REDIS_BUCKETS, registry=registry
+        )
+        self._active = Gauge("treeserve_router_active_requests", "Requests in progress.", registry=registry)
+
+    def watch(self, queue: RequestQueue, num_verifiers: Callable[[], int]) -> None:
+        """Report the queue's depth and age per class, and the connected verifiers, whenever metrics are read."""
+        depth = Gauge("treeserve_router_queue_depth", "Waiting requests.", ["service_class"], registry=self.registry)
+        age = Gauge(
+            "treeserve_router_queue_age_seconds",
+            "How long the oldest waiting request has waited.",
+            ["service_class"],
+            registry=self.registry,
+        )
+        for c in ServiceClass:
+            depth.labels(_label(c)).set_function(lambda c=c: queue.depth(c))
+            age.labels(_label(c)).set_function(lambda c=c: queue.age_s(c))
+        Gauge("treeserve_router_verifiers", "Connected verifiers.", registry=self.registry).set_function(num_verifiers)
+
+    def rejected(self, error: BaseException) -> None:
+        """Count a request that failed."""
+        self._rejections.labels(type(error).__name__.removesuffix("Error")).inc()
+
+    def speculated(self, stats: SpeculationStats) -> None:
+        """Count what speculation did for a sequence."""
+        self._drafts.inc(stats.steps)
+        self._draft_tokens.inc(stats.drafted)
+        self._accepted_tokens.inc(stats.accepted)
+        for position, accepted in enumerate(stats.accepted_per_depth):
+            self._accepted_per_pos.labels(str(position)).inc(accepted)
+
+
+class RequestMeter:
+    """Times one request, from its arrival on.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, metrics: RouterMetrics, service_class: ServiceClass, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._service_class = _label(service_class)
+        self._clock = clock
+        self._arrived = clock()
+        self._first_token: float | None = None
+        self._num_tokens = 0
+        metrics._active.inc()
+
+    def admitted(self, prompt_tokens: int) -> None:
+        """Count the prompt."""
+        self._metrics._prompt_tokens.inc(prompt_tokens)
+
+    def tokens(self, num_tokens: int) -> None:
+        """Count tokens shown to the client."""
+        if self._first_token is None:
+            self._first_token = self._clock()
+            self._metrics._ttft.labels(self._service_class).observe(self._first_token - self._arrived)
+        self._num_tokens += num_tokens
+        self._metrics._output_tokens.inc(num_tokens)
+
+    def ended(self, outcome: str) -> None:
+        """Observe the whole request; call once."""
+        now = self._clock()
+        self._metrics._active.dec()
+        self._metrics._duration.labels(self._service_class, outcome).observe(now - self._arrived)
+        if self._first_token is not None and self._num_tokens > 1:
+            per_token = (now - self._first_token) / (self._num_tokens - 1)
+            self._metrics._tpot.labels(self._service_class).observe(per_token)
+
+
+def _counter(name: str, documentation: str, registry: CollectorRegistry) -> Counter:
+    return Counter(name, documentation, registry=registry)
+
+
+def _label(service_class: ServiceClass) -> str:
+    return service_class.name.lower()

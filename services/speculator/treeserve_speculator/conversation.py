@@ -1,0 +1,175 @@
+"""One Draft stream after its welcome: takes in updates while the drafter's thread works, sends the newest trees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import grpc
+import structlog
+from google.rpc import code_pb2
+
+from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.proposal import DraftProposal
+from treeserve_speculator.drafter import TreeLimits
+from treeserve_speculator.messages import committed_from_proto, sequence_from_proto
+from treeserve_speculator.metrics import SpeculatorMetrics
+from treeserve_speculator.sequence import CommittedTokens, DraftWork
+from treeserve_speculator.session import DraftSession
+from treeserve_wire.codec import proposal_to_proto
+from treeserve_wire.credits import Credits, CreditWindow
+
+DraftCall: TypeAlias = grpc.aio.StreamStreamCall[verifier_pb2.DraftRequest, verifier_pb2.DraftResponse]
+
+CREDIT_WINDOW = 64
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftPeer:
+    """What all streams of a speculator share.
+
+    Attributes:
+        executor: one thread, which makes every call to the drafter and its sessions.
+        new_session: makes the sequences of a stream from the verifier's tree limits.
+        hello: first frame of each stream.
+    """
+
+    executor: Executor
+    new_session: Callable[[TreeLimits], DraftSession]
+    hello: verifier_pb2.DraftHello
+    metrics: SpeculatorMetrics
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that may occur."""
+        return self.hello.model.vocab_size
+
+
+class Conversation:
+    """Updates in, trees out. `read` and `draft` run side by side in one event loop, `draft` alone writes.
+
+    Trees wait in an outbox, the newest per sequence, for the verifier's credit. A tree is moved along with every commit
+    that arrives before it is sent, and dropped when the commit left it.
+    """
+
+    def __init__(self, call: DraftCall, session: DraftSession, peer: DraftPeer, initial_credit: int) -> None:
+        self._call = call
+        self._session = session
+        self._peer = peer
+        self._credits = Credits(initial_credit)
+        self._window = CreditWindow(CREDIT_WINDOW)
+        self._inbox: list[DraftWork] = []
+        self._outbox: dict[int, DraftProposal] = {}
+        self._wake = asyncio.Event()
+
+    async def read(self) -> None:
+        """Take frames in until the stream ends.
+
+        Raises:
+            InvalidArgumentError: for a frame that has no place here.
+            grpc.aio.AioRpcError: if the stream fails.
+        """
+        while isinstance(frame := await self._call.read(), verifier_pb2.DraftResponse):
+            kind = frame.WhichOneof("frame")
+            if kind == "update":
+                self._take_in(self._work(frame.update))
+            elif kind == "credit":
+                self._credits.grant(frame.credit.frames)
+            elif kind == "rejections":
+                self._count(frame.rejections)
+            else:
+                raise InvalidArgumentError("frame", f"a frame with {kind} after the welcome")
+            self._wake.set()
+
+    async def draft(self) -> None:
+        """Draft for what arrived, again and again. Ends only by cancellation or an error of the stream."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._inbox:
+                works, self._inbox = self._inbox, []
+                drafted = await loop.run_in_executor(self._peer.executor, self._session.run, works)
+                for handle, proposal in drafted:
+                    self._put(handle, proposal, self._inbox)  # what has arrived meanwhile
+                await self._return_credit(len(works))
+            if self._outbox and self._credits.try_take():
+                await self._send()
+
+    def _work(self, update: verifier_pb2.DraftUpdate) -> DraftWork:
+        """The update without its malformed entries, whose sequences are dropped."""
+        assigned, commits, released = [], [], list(update.released)
+        for assignment in update.assignments:
+            try:
+                assigned.append(sequence_from_proto(assignment, self._peer.vocab_size))
+            except InvalidArgumentError as error:
+                self._malformed(assignment.handle, error)
+        for commit in update.commits:
+            try:
+                commits.append(committed_from_proto(commit, self._peer.vocab_size))
+            except InvalidArgumentError as error:
+                self._malformed(commit.handle, error)
+                released.append(commit.handle)
+        return DraftWork(tuple(assigned), tuple(commits), tuple(released))
+
+    def _malformed(self, handle: int, error: InvalidArgumentError) -> None:
+        self._peer.metrics.protocol_errors.inc()
+        _log.error("malformed update", handle=handle, reason=str(error))
+
+    def _take_in(self, work: DraftWork) -> None:
+        waiting, self._outbox = self._outbox, {}
+        for handle, proposal in waiting.items():
+            self._put(handle, proposal, (work,))
+        self._inbox.append(work)
+
+    def _put(self, handle: int, proposal: DraftProposal, newer: Iterable[DraftWork]) -> None:
+        current = _moved_along(handle, proposal, newer)
+        if current is None:
+            self._peer.metrics.late_trees.inc()
+        else:
+            self._outbox[handle] = current
+
+    def _count(self, rejections: verifier_pb2.Rejections) -> None:
+        for rejection in rejections.rejections:
+            self._peer.metrics.rejections.labels(code_pb2.Code.Name(rejection.status.code)).inc()
+            _log.debug("proposal refused", handle=rejection.handle, reason=rejection.status.message)
+
+    async def _return_credit(self, processed: int) -> None:
+        frames = sum(self._window.consume() for _ in range(processed))
+        if frames:
+            await self._call.write(verifier_pb2.DraftRequest(credit=verifier_pb2.Credit(frames=frames)))
+
+    async def _send(self) -> None:
+        proposals = [proposal_to_proto(handle, proposal) for handle, proposal in self._outbox.items()]
+        self._outbox = {}
+        await self._call.write(verifier_pb2.DraftRequest(proposals=verifier_pb2.Proposals(proposals=proposals)))
+
+
+def _moved_along(handle: int, proposal: DraftProposal, newer: Iterable[DraftWork]) -> DraftProposal | None:
+    """The proposal after newer updates; None if its sequence left, or the committed tokens left nothing of the tree."""
+    current: DraftProposal | None = proposal
+    for work in newer:
+        if handle in work.released or any(sequence.handle == handle for sequence in work.assigned):
+            return None
+        for committed in work.commits:
+            if committed.handle == handle and current is not None:
+                current = _after_commit(current, committed)
+    return current
+
+
+def _after_commit(proposal: DraftProposal, committed: CommittedTokens) -> DraftProposal | None:
+    if committed.base_committed_len != proposal.base_committed_len:
+        return None
+    if not committed.token_ids:
+        return proposal
+    tree = proposal.tree.rerooted(committed.token_ids)
+    tree = None if tree is None else tree.pruned(committed.budget)
+    if tree is None or len(tree) == 1:
+        return None  # a tree for the new root is being drawn: an empty one must not go ahead of it
+    return replace(proposal, base_committed_len=len(committed.token_ids) + proposal.base_committed_len, tree=tree)

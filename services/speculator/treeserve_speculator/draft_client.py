@@ -1,0 +1,153 @@
+"""Keeps one verifier supplied with trees: opens a Draft stream, drafts on every update, reconnects when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.errors import HandshakeError, TreeserveError
+from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
+from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, DraftCall, DraftPeer
+from treeserve_speculator.drafter import Drafter, TreeLimits
+from treeserve_wire.channel import open_channel
+from treeserve_wire.codec import identity_to_proto
+from treeserve_wire.status import error_from_rpc
+
+_STOP_GRACE_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Waits before the next attempt: doubling from `first_s` to `longest_s`; `refused_s` after a refused handshake."""
+
+    first_s: float = 0.1
+    longest_s: float = 5.0
+    refused_s: float = 30.0
+
+    def wait_s(self, failures: int, rng: random.Random) -> float:
+        """Wait after that many failures in a row, with jitter so that speculators do not return all at once."""
+        return min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 16)) * rng.uniform(0.5, 1.0)
+
+
+def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -> verifier_pb2.DraftHello:
+    """The first frame of every stream."""
+    return verifier_pb2.DraftHello(
+        protocol_version=PROTOCOL_VERSION,
+        speculator_id=speculator_id,
+        model=identity_to_proto(identity),
+        sources=drafter.source_names,
+        initial_credit=CREDIT_WINDOW,
+        wants_top_tokens=drafter.wants_top_tokens,
+    )
+
+
+class DraftClient:
+    """Serves one verifier until stopped; a verifier that is away or refuses is tried again for ever."""
+
+    def __init__(self, address: str, peer: DraftPeer, rng: random.Random, backoff: Backoff | None = None) -> None:
+        self._address = address
+        self._peer = peer
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+        self._failures = 0
+        self._stopping = asyncio.Event()
+        self._log = _log.bind(verifier=address)
+
+    def stop(self) -> None:
+        """Let `run` end the stream and return."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Hold a stream until `stop`."""
+        async with open_channel(self._address) as channel:
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            while not self._stopping.is_set():
+                wait_s = await self._attempt(stub.Draft)
+                if not self._stopping.is_set():
+                    await _wait_for(self._stopping, wait_s)
+
+    async def _attempt(self, open_call: Callable[[], DraftCall]) -> float:
+        """Hold one stream to its end; returns the seconds to wait before the next."""
+        try:
+            await self._hold(open_call())
+            error: Exception = TreeserveError("the verifier ended the stream")
+        except grpc.aio.AioRpcError as failed:
+            error = error_from_rpc(failed)
+        except Exception as failed:
+            error = failed
+        if self._stopping.is_set():
+            return 0.0
+        if isinstance(error, HandshakeError):
+            self._log.error("verifier refused the handshake", reason=str(error))
+            return self._backoff.refused_s
+        self._failures += 1
+        wait_s = self._backoff.wait_s(self._failures, self._rng)
+        if isinstance(error, TreeserveError):
+            self._log.warning("draft stream ended", reason=str(error), retry_in_s=round(wait_s, 2))
+        else:
+            self._log.error("draft stream failed", retry_in_s=round(wait_s, 2), exc_info=error)
+        return wait_s
+
+    async def _hold(self, call: DraftCall) -> None:
+        try:
+            await call.write(verifier_pb2.DraftRequest(hello=self._peer.hello))
+            welcome = await _read_welcome(call)
+            self._failures = 0
+            self._log.info("draft stream open", verifier_id=welcome.verifier_id)
+            limits = TreeLimits(max_nodes=welcome.max_nodes - 1, max_depth=welcome.max_depth)
+            session = self._peer.new_session(limits)
+            self._peer.metrics.streams.inc()
+            try:
+                conversation = Conversation(call, session, self._peer, welcome.initial_credit)
+                await self._converse(call, conversation)
+            finally:
+                self._peer.metrics.streams.dec()
+                await asyncio.get_running_loop().run_in_executor(self._peer.executor, session.close)
+        finally:
+            call.cancel()
+
+    async def _converse(self, call: DraftCall, conversation: Conversation) -> None:
+        """Read and draft side by side until the stream ends, one of them fails, or `stop`."""
+        reading = asyncio.create_task(conversation.read())
+        drafting = asyncio.create_task(conversation.draft())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((reading, drafting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and not reading.done():
+                drafting.cancel()
+                await asyncio.wait((drafting,))
+                await call.done_writing()
+                await asyncio.wait((reading,), timeout=_STOP_GRACE_S)
+        finally:
+            for task in (reading, drafting, stopping):
+                task.cancel()
+            results = await asyncio.gather(reading, drafting, return_exceptions=True)
+        for result in results:  # the reader first: it knows the stream's status
+            if isinstance(result, Exception):
+                raise result
+
+
+async def _read_welcome(call: DraftCall) -> verifier_pb2.DraftWelcome:
+    frame = await call.read()
+    if not isinstance(frame, verifier_pb2.DraftResponse):
+        raise TreeserveError("the verifier ended the stream before its welcome")
+    if frame.WhichOneof("frame") != "welcome":
+        raise HandshakeError("the verifier's first frame is no welcome")
+    check_protocol(frame.welcome.protocol_version)
+    return frame.welcome
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, `timeout_s` seconds at most."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

@@ -1,0 +1,99 @@
+"""Runs a speculator process: builds its sources, serves its verifiers, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from treeserve_core.identity import ModelIdentity
+from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.conversation import DraftPeer
+from treeserve_speculator.draft_client import DraftClient, draft_hello
+from treeserve_speculator.drafter import Drafter, TreeLimits
+from treeserve_speculator.metrics import SpeculatorMetrics
+from treeserve_speculator.session import DraftSession
+from treeserve_speculator.sources.base import SourceSettings
+from treeserve_speculator.sources.registry import build_sources
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_wire.config import ConfigError, load_config
+from treeserve_wire.server import ServiceServer
+from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
+
+_SERVICE = "treeserve.speculator"
+_DRAIN_GRACE_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM or SIGINT."""
+    try:
+        config = load_config(SpeculatorConfig, argv)
+    except ConfigError as error:
+        sys.exit(f"treeserve_speculator: {error}")
+    setup_logging("speculator", config.log_level)
+    uvloop.run(serve(config))
+
+
+async def serve(config: SpeculatorConfig) -> None:
+    """Draft for all configured verifiers until SIGTERM or SIGINT."""
+    identity = read_identity(config.model_folder, config.model_name)
+    metrics = SpeculatorMetrics()
+    drafter = _build_drafter(config, identity, metrics)
+    tracer = setup_tracing("speculator", config.otlp_endpoint)
+    start_metrics(config.metrics_listen)
+    server = ServiceServer(config.listen, _SERVICE, reflection=False)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as executor:
+        peer = DraftPeer(
+            executor=executor,
+            new_session=lambda limits: DraftSession(drafter, limits, metrics, tracer),
+            hello=draft_hello(config.speculator_id, identity, drafter),
+            metrics=metrics,
+        )
+        clients = [DraftClient(address, peer, random.Random()) for address in config.verifiers]
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, _stop_all, clients)
+        address = await server.start()
+        _log.info("speculator ready", health=address, sources=drafter.source_names, verifiers=config.verifiers)
+        await asyncio.gather(*(client.run() for client in clients))
+        await server.drain(_DRAIN_GRACE_S)
+
+
+def read_identity(model_folder: Path, model_name: str) -> ModelIdentity:
+    """Identity of the target model from its folder: tokenizer and config alone, no weights."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    rows = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    return ModelIdentity(
+        name=model_name,
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        padded_vocab_size=max(rows, tokenizer.vocab_size),
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def _build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: SpeculatorMetrics) -> Drafter:
+    eos_token_ids = frozenset(identity.eos_token_ids)
+    settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, eos_token_ids)
+    return Drafter(
+        build_sources(settings),
+        vocab_size=identity.vocab_size,
+        eos_token_ids=eos_token_ids,
+        limits=TreeLimits(config.max_nodes, config.max_depth),
+        metrics=metrics,
+    )
+
+
+def _stop_all(clients: Sequence[DraftClient]) -> None:
+    for client in clients:
+        client.stop()

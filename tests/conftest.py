@@ -1,0 +1,26 @@
+"""Fixtures that several suites share: the real model, converted once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """Where the default model lies and converted models go; `make setup` fills it."""
+    return Path(os.environ.get("TREESERVE_CACHE", REPOSITORY / ".cache"))
+
+
+@pytest.fixture(scope="session")
+def model_folder(cache_dir: Path) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder."""
+    from treeserve_engine.checkpoint import prepare_checkpoint  # imports torch: only for tests that need it
+
+    source = cache_dir / "SmolLM2-135M-Instruct.gguf"
+    assert source.exists(), "run `make setup` first: it fetches the default model"
+    return prepare_checkpoint(source, cache_dir, lambda message: None)

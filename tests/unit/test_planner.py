@@ -1,0 +1,120 @@
+"""The step planner: who gets which rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.sequences import make_config, make_sequence
+
+from treeserve_core.sampling import SequenceLimits
+from treeserve_core.tree import TokenTree
+from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.planner import Candidate, StepPlanner
+
+FLAT = CostModel({1: 10.0, 64: 10.0})  # nodes are free
+STEEP = CostModel({1: 1.0, 64: 64.0})  # every row costs as much as the first
+
+
+def _tree(*probabilities: float, root: int = 3) -> TokenTree:
+    """A chain of tokens 10, 11, ... with these conditional probabilities."""
+    tokens = (root, *range(10, 10 + len(probabilities)))
+    return TokenTree.chain(tokens, (0.0, *(math.log(p) for p in probabilities)))
+
+
+def test_without_trees_every_decoding_sequence_gets_its_root() -> None:
+    planner = StepPlanner(make_config(), FLAT)
+    plan = planner.plan([Candidate(make_sequence(), 1), Candidate(make_sequence(), 1)])
+    assert [(p.chunk, len(p.tree) if p.tree else None) for p in plan.sequences] == [(1, 1), (1, 1)]
+    assert plan.rows == 2
+
+
+def test_free_nodes_are_all_taken_and_costly_ones_are_not() -> None:
+    candidate = Candidate(make_sequence(), 1, _tree(0.9, 0.9, 0.9))
+    assert StepPlanner(make_config(), FLAT).plan([candidate]).rows == 4
+    assert StepPlanner(make_config(), STEEP).plan([candidate]).rows == 1, "a node below probability 1 never pays here"
+
+
+def test_a_cost_cliff_is_respected() -> None:
+    cliff = CostModel({1: 10.0, 4: 10.0, 5: 40.0, 64: 40.0})
+    plan = StepPlanner(make_config(), cliff).plan([Candidate(make_sequence(), 1, _tree(*[0.8] * 6))])
+    assert plan.rows == 4
+
+
+def test_the_best_nodes_of_all_sequences_win() -> None:
+    sure, unsure = make_sequence(), make_sequence()
+    three_rows = CostModel({1: 10.0, 3: 10.0, 4: 100.0, 64: 1000.0})
+    plan = StepPlanner(make_config(), three_rows).plan(
+        [Candidate(unsure, 1, _tree(0.2)), Candidate(sure, 1, _tree(0.9))]
+    )
+    assert {p.sequence: p.rows for p in plan.sequences} == {unsure: 1, sure: 2}
+
+
+def test_calibration_scales_what_drafters_claim() -> None:
+    sequence = make_sequence()
+    slope = CostModel({1: 10.0, 2: 14.0, 64: 264.0})
+    candidate = Candidate(sequence, 1, _tree(0.9))
+    assert StepPlanner(make_config(), slope).plan([candidate]).rows == 2
+    sequence.calibration = 0.1
+    assert StepPlanner(make_config(), slope).plan([candidate]).rows == 1
+
+
+def test_a_tree_never_outgrows_what_is_left_to_generate_or_the_requests_own_limit() -> None:
+    ending = make_sequence(prompt=(1, 2, 3), max_tokens=2)
+    assert StepPlanner(make_config(), FLAT).plan([Candidate(ending, 1, _tree(0.9, 0.9, 0.9))]).rows == 2
+    limited = make_sequence(limits=SequenceLimits(max_nodes=2))
+    assert StepPlanner(make_config(), FLAT).plan([Candidate(limited, 1, _tree(0.9, 0.9, 0.9))]).rows == 3
+
+
+def test_equal_probabilities_keep_parents() -> None:
+    tree = TokenTree((3, 10, 11, 12, 13), (-1, 0, 1, 2, 0), (0.0, 0.0, 0.0, 0.0, 0.0))
+    for rows in range(1, 6):
+        cliff = CostModel({1: 1.0, rows: 1.0, rows + 1: 100.0, 64: 100.0})
+        planned = StepPlanner(make_config(), cliff).plan([Candidate(make_sequence(), 1, tree)]).sequences[0]
+        assert planned.tree is not None and planned.rows == rows
+
+
+def test_prefill_shares_the_step_and_is_bounded_beside_decoding() -> None:
+    planner = StepPlanner(make_config(step_rows=64, prefill_rows=16), FLAT)
+    long = make_sequence(prompt=range(1, 91))
+    alone = planner.plan([Candidate(long, 90)])
+    assert [(p.chunk, p.tree) for p in alone.sequences] == [(64, None)]
+    beside = planner.plan([Candidate(make_sequence(), 1), Candidate(long, 90)])
+    assert [p.chunk for p in beside.sequences] == [1, 16]
+
+
+def test_the_last_prefill_chunk_reaches_the_root_and_asks_for_its_logits() -> None:
+    sequence = make_sequence(prompt=range(1, 11))
+    planned = StepPlanner(make_config(), FLAT).plan([Candidate(sequence, 10)]).sequences[0]
+    assert planned.chunk == 10 and planned.tree == TokenTree.root_only(10)
+    assert planned.rows == 10
+
+
+@pytest.mark.parametrize("running", [1, 4, 40])
+def test_the_draft_budget_is_a_share_of_the_step(running: int) -> None:
+    planner = StepPlanner(make_config(step_rows=64, max_nodes=8), FLAT)
+    assert planner.draft_budget(make_sequence(), running) == min(8, (64 - running) // running)
+    assert planner.draft_budget(make_sequence(limits=SequenceLimits(max_nodes=0)), running) == 0
+    assert planner.draft_budget(make_sequence(max_tokens=1), running) == 0
+
+
+def test_cost_model_interpolates_and_learns() -> None:
+    cost = CostModel({1: 10.0, 8: 17.0})
+    assert (
+        cost.step_ms(1) == 10.0 and cost.step_ms(4) == pytest.approx(13.0) and cost.step_ms(15) == pytest.approx(24.0)
+    )
+    for _ in range(200):
+        cost.observe(8, 34.0)
+    assert cost.step_ms(8) == pytest.approx(34.0, rel=0.05)
+    cost.observe(1, 1e9)
+    assert cost.step_ms(1) < 12.0, "one outlier moves little"
+    for _ in range(400):
+        cost.observe(1, 100.0)
+    assert cost.step_ms(8) >= cost.step_ms(1), "more rows never cost less"
+    with pytest.raises(ValueError, match="positive"):
+        CostModel({})
+
+
+def test_cost_model_takes_medians() -> None:
+    timings = iter([99.0] + [t for rows in range(7) for t in (1.0 + rows, 50.0, 1.0 + rows)])
+    assert list(CostModel.measure(lambda rows: next(timings)).table.values()) == [1, 2, 3, 4, 5, 6, 7]

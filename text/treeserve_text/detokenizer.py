@@ -1,0 +1,41 @@
+"""Turns a growing list of token ids into text as early as it is certain."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from treeserve_text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Incremental decoding: everything pushed, then flushed, gives `Tokenizer.decode` of all ids, special ones left out.
+
+    A character split over tokens appears with the token that completes it; U+FFFD appears only for bytes that no
+    further token can mend. Work per token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_space = tokenizer.strips_first_space
+
+    @property
+    def inside_character(self) -> bool:
+        """Whether the last token ended within a character that is held back."""
+        return len(self._decoder.getstate()[0]) > 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain with these tokens."""
+        return self._emit(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
+        return self._emit(b"", final=True)
+
+    def _emit(self, data: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text

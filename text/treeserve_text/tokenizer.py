@@ -1,0 +1,131 @@
+"""A model's tokenizer and chat template, loaded from its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from treeserve_text.chat import ChatTemplate
+
+
+class Tokenizer:
+    """Text to token ids and back, as the model's own files say. Stateless in use and safe to share between threads.
+
+    Attributes:
+        eos_token_ids: ids that end a generation, ascending; empty if the model names none.
+        special_ids: ids that carry structure, not text (an end-of-turn mark); decoding leaves them out.
+        hash: SHA-256 (hex) over the vocabulary, the added tokens and the merges: two tokenizers with the same hash give
+            every id the same meaning.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], chat_template: ChatTemplate | None
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self._spec: dict[str, Any] = json.loads(backend.to_str())
+        self._token_bytes = TokenBytes.from_decoder(self._spec["decoder"])
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.special_ids = frozenset(t["id"] for t in self._spec["added_tokens"] if t["special"])
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Load tokenizer.json, the chat template and the end-of-sequence ids of a checkpoint.
+
+        Raises:
+            InvalidArgumentError: if tokenizer.json is missing or broken, or cannot be decoded token by token.
+        """
+        import tokenizers  # imported when used: a client of the other modules need not load it
+
+        from treeserve_text.chat import ChatTemplate
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidArgumentError("model", f"{folder} holds no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidArgumentError("model", f"{path} cannot be read: {error}") from error
+        backend.no_padding()
+        backend.no_truncation()  # a length stored in the file would silently drop the end of long prompts
+        settings = _read_json(folder / "tokenizer_config.json")
+        return cls(backend, _eos_token_ids(folder, backend, settings), ChatTemplate.from_folder(folder, settings))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. BOS is added only if the tokenizer's own post-processor does."""
+        ids: list[int] = self._backend.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD. Unknown ids are left out."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's own format, ending where the assistant's answer begins.
+
+        Args:
+            messages: each with "role" and "content", in order.
+
+        Raises:
+            InvalidArgumentError: if the model has no chat template or its template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidArgumentError("messages", "the model has no chat template")
+        # The template writes BOS itself where the model wants it.
+        ids: list[int] = self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text, which need not be whole characters; nothing for special and unknown ids."""
+        if token_id in self.special_ids:
+            return b""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else self._token_bytes.of(token)
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether the text's leading space is an artefact of the tokenizer, which decoding removes."""
+        return self._token_bytes.strips_first_space
+
+    @cached_property
+    def hash(self) -> str:  # noqa: D102 (see the class)
+        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in self._spec["model"].get("merges", [])]
+        return hashlib.sha256(json.dumps([vocab, sorted(self.special_ids), merges]).encode()).hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError("model", f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("model", f"{path} is not a JSON object")
+    return value
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
+    """The ids that end a generation, from the first file that names any, as transformers' generate looks for them."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    token = settings.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    token_id = backend.token_to_id(content) if content else None
+    return [] if token_id is None else [token_id]
