@@ -24,3 +24,11 @@ def model_folder(cache_dir: Path) -> Path:
     source = cache_dir / "SmolLM2-135M-Instruct.gguf"
     assert source.exists(), "run `make setup` first: it fetches the default model"
     return prepare_checkpoint(source, cache_dir, lambda message: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a byte-level tokenizer, as a Hugging Face folder."""
+    from support.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", vocab_padding=6)

@@ -31,6 +31,11 @@ class InvalidArgument(TreeserveClientError):
         super().__init__(message)
         self.fields = dict(fields or {})
 
+    @classmethod
+    def of(cls, field: str, reason: str) -> InvalidArgument:
+        """The error of one field."""
+        return cls(f"{field}: {reason}", {field: reason})
+
 
 class NotFound(TreeserveClientError):
     """No verifier serves the model."""

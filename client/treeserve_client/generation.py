@@ -7,7 +7,7 @@ uninterrupted run of tokens however often the router had to be found again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -124,7 +124,7 @@ class Generation:
         typed = from_rpc(error)
         if not isinstance(typed, Unavailable) or self.started is None or self._resumes == self._options.max_resumes:
             raise typed from error
-        delay_s = min(_FIRST_RESUME_DELAY_S * 2**self._resumes, _MAX_RESUME_DELAY_S)
+        delay_s: float = min(_FIRST_RESUME_DELAY_S * 2**self._resumes, _MAX_RESUME_DELAY_S)
         remaining_s = self.remaining_s
         if remaining_s is not None and remaining_s <= delay_s:
             raise DeadlineExceeded("the deadline leaves no time to resume") from error
@@ -142,7 +142,7 @@ class Generation:
     def _append(self, msg: inference_pb2.TokenChunk) -> Chunk | None:
         if msg.offset != len(self._token_ids):
             raise Internal(f"token offset {msg.offset} where {len(self._token_ids)} was due")
-        chunk = Chunk(msg.offset, tuple(msg.token_ids), msg.text, _log_probs(msg.log_probs))
+        chunk = Chunk.from_proto(msg)
         self._token_ids += chunk.token_ids
         self._texts.append(chunk.text)
         self._log_probs += chunk.log_probs
@@ -162,12 +162,7 @@ class Generation:
             finish_reason=_FINISH_REASONS[msg.reason],
             stop_string=msg.stop_string or None,
             usage=Usage(msg.usage.prompt_tokens, msg.usage.completion_tokens),
-            speculation=SpeculationStats(
-                msg.speculation.steps,
-                msg.speculation.drafted,
-                msg.speculation.accepted,
-                tuple(msg.speculation.accepted_per_depth),
-            ),
+            speculation=SpeculationStats.from_proto(msg.speculation),
             timing=self._timing(),
         )
 
@@ -178,12 +173,3 @@ class Generation:
             tpot_ms=(self._last_token_at - self._first_token_at) / after_first * 1e3,
             e2e_ms=(self._clock() - self._began) * 1e3,
         )
-
-
-def _log_probs(messages: Iterable[common_pb2.PositionLogProbs]) -> tuple[PositionLogProbs, ...]:
-    return tuple(
-        PositionLogProbs(
-            msg.chosen.token_id, msg.chosen.log_prob, tuple((entry.token_id, entry.log_prob) for entry in msg.top)
-        )
-        for msg in messages
-    )

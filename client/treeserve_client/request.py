@@ -75,20 +75,20 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
     try:
         return inference_pb2.GenerateRequest(
             **_input(given),
-            request_id=given.get("request_id"),
-            model=given.get("model"),
-            session_id=given.get("session_id"),
+            request_id=given.get("request_id", ""),
+            model=given.get("model", ""),
+            session_id=given.get("session_id", ""),
             sampling=common_pb2.SamplingParameters(**_fields_of(common_pb2.SamplingParameters, given)),
             stopping=common_pb2.StoppingCriteria(
                 **_fields_of(common_pb2.StoppingCriteria, given), stop_strings=_strings(given.get("stop", ()))
             ),
             speculation=common_pb2.SpeculationOptions(
-                disabled=not given.get("speculation", True), max_nodes=given.get("max_nodes")
+                disabled=not given.get("speculation", True), max_nodes=given.get("max_nodes", 0)
             ),
             service_level=common_pb2.ServiceLevel(
                 service_class=_service_class(given.get("service_class", "unspecified")),
-                ttft_ms=given.get("ttft_ms"),
-                tpot_ms=given.get("tpot_ms"),
+                ttft_ms=given.get("ttft_ms", 0.0),
+                tpot_ms=given.get("tpot_ms", 0.0),
             ),
         )
     except ValueError as error:  # from protobuf: a number outside its field's type
@@ -98,8 +98,7 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
 def _input(given: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [name for name in ("prompt", "messages", "token_ids") if name in given]
     if len(inputs) != 1:
-        reason = f"exactly one of prompt, messages and token_ids is needed, not {len(inputs)}"
-        raise InvalidArgument(reason, {"input": reason})
+        raise InvalidArgument.of("input", f"exactly one of prompt, messages and token_ids is needed, not {len(inputs)}")
     if "messages" in given:
         messages = [inference_pb2.ChatMessage(**message) for message in given["messages"]]
         return {"chat": inference_pb2.ChatInput(messages=messages)}
@@ -122,4 +121,6 @@ def _service_class(name: str) -> common_pb2.ServiceClass.ValueType:
         return common_pb2.ServiceClass.Value(f"SERVICE_CLASS_{name.upper()}")
     except ValueError:
         reason = f"{name!r} is unknown"
-        raise InvalidArgument(f"service_level.service_class: {reason}", {"service_level.service_class": reason}) from None
+        raise InvalidArgument(
+            f"service_level.service_class: {reason}", {"service_level.service_class": reason}
+        ) from None

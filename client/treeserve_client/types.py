@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from treeserve.common.v1 import common_pb2
+from treeserve.inference.v1 import inference_pb2
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -26,6 +29,11 @@ class PositionLogProbs:
     log_prob: float
     top: tuple[tuple[int, float], ...] = ()
 
+    @classmethod
+    def from_proto(cls, msg: common_pb2.PositionLogProbs) -> PositionLogProbs:
+        """Decode."""
+        return cls(msg.chosen.token_id, msg.chosen.log_prob, tuple((top.token_id, top.log_prob) for top in msg.top))
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -35,6 +43,11 @@ class Chunk:
     token_ids: tuple[int, ...]
     text: str
     log_probs: tuple[PositionLogProbs, ...] = ()
+
+    @classmethod
+    def from_proto(cls, msg: inference_pb2.TokenChunk) -> Chunk:
+        """Decode."""
+        return cls(msg.offset, tuple(msg.token_ids), msg.text, tuple(map(PositionLogProbs.from_proto, msg.log_probs)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,11 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: tuple[int, ...] = ()
+
+    @classmethod
+    def from_proto(cls, msg: common_pb2.SpeculationStats) -> SpeculationStats:
+        """Decode."""
+        return cls(msg.steps, msg.drafted, msg.accepted, tuple(msg.accepted_per_depth))
 
     @property
     def acceptance_length(self) -> float:
@@ -112,3 +130,17 @@ class Model:
     max_context_tokens: int
     verifiers: int
     dtype: str
+
+    @classmethod
+    def from_proto(cls, msg: inference_pb2.Model) -> Model:
+        """Decode."""
+        identity = msg.identity
+        return cls(
+            name=identity.name,
+            tokenizer_hash=identity.tokenizer_hash,
+            vocab_size=identity.vocab_size,
+            eos_token_ids=tuple(identity.eos_token_ids),
+            max_context_tokens=msg.max_context_tokens,
+            verifiers=msg.verifiers,
+            dtype=msg.dtype,
+        )

@@ -132,7 +132,9 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     if model_type not in _MODEL_TYPES:
         raise InvalidArgumentError("model", f"type {model_type!r} is not supported ({', '.join(_MODEL_TYPES)} are)")
     if raw.get("quantization_config"):
-        raise InvalidArgumentError("model", "quantised checkpoints are not supported; use plain weights or a .gguf file")
+        raise InvalidArgumentError(
+            "model", "quantised checkpoints are not supported; use plain weights or a .gguf file"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidArgumentError("model", f"activation {raw['hidden_act']!r} is not supported (silu is)")
     if raw.get("mlp_bias"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,28 @@ class GgufFile:
             raise InvalidArgumentError("model", f"the GGUF file lacks {key}")
         return value
 
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer that must be there unless there is a default; InvalidArgumentError otherwise."""
+        value = self.required(key) if default is None else self.get(key, default)
+        if not isinstance(value, int):
+            raise InvalidArgumentError("model", f"{key} is {value!r}; one integer is supported")
+        return value
+
     @property
     def architecture(self) -> str:
         """The prefix of the model's own keys, for example "llama"."""
         return str(self.required("general.architecture"))
 
-    def tensor_names(self) -> Iterator[str]:
+    @property
+    def tensor_names(self) -> Collection[str]:
         """Names in file order."""
-        return iter(self._tensors)
+        return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as numpy counts it: rows first (GGUF stores the reverse)."""
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        """Shape, rows first as numpy has it; InvalidArgumentError if there is no such tensor."""
+        if name not in self._tensors:
+            raise InvalidArgumentError("model", f"the GGUF file lacks the tensor {name}")
+        return tuple(int(n) for n in reversed(self._tensors[name].shape))  # GGUF stores the columns first
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor's values, dequantised.
@@ -58,10 +68,11 @@ class GgufFile:
         Raises:
             InvalidArgumentError: for a quantisation that the gguf package cannot read.
         """
+        shape = self.shape(name)
         tensor = self._tensors[name]
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise InvalidArgumentError("model", f"tensor {name} is {tensor.tensor_type.name}: {error}") from error
-        result: npt.NDArray[np.float32] = np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
+        result: npt.NDArray[np.float32] = np.ascontiguousarray(values, dtype=np.float32).reshape(shape)
         return result

@@ -23,10 +23,12 @@ from treeserve_engine.gguf_file import GgufFile
 # llama.cpp's token types (enum llama_token_type).
 _CONTROL = 3
 _USER_DEFINED = 4
+_UNUSED = 5
 
 # How the families split text before BPE, as published in their tokenizer.json files.
 _LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -34,8 +36,8 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json (with the chat template).
 
-    The fast path of transformers' own conversion ignores `tokenizer.ggml.pre`; here it decides how text is split,
-    as it does in llama.cpp, so SmolLM's digits stay single as they were in training.
+    `tokenizer.ggml.pre` decides how text is split, as in llama.cpp. (transformers' own conversion ignores it for
+    SmolLM, and then spaces before digits come out in other tokens than in training.)
 
     Raises:
         InvalidArgumentError: for a vocabulary that is not byte-level BPE or splits text in an unknown way.
@@ -44,13 +46,14 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if kind != "gpt2":
         raise InvalidArgumentError("model", f"GGUF tokenizer {kind!r} is not supported (byte-level BPE, 'gpt2', is)")
     tokens: list[str] = file.required("tokenizer.ggml.tokens")
-    tokenizer = _byte_level_bpe(file, tokens)
-    _add_special_tokens(tokenizer, tokens, file.get("tokenizer.ggml.token_type", []))
+    types: list[int] = file.required("tokenizer.ggml.token_type")
+    tokenizer = _byte_level_bpe(file, tokens, types)
+    _add_special_tokens(tokenizer, tokens, types)
     named = _named_tokens(file, tokens)
     if file.get("tokenizer.ggml.add_bos_token", False):
-        bos = named["bos_token"]
+        bos_id = file.integer("tokenizer.ggml.bos_token_id")
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+            single=["BOS", "$A"], special_tokens=[{"id": "BOS", "ids": [bos_id], "tokens": [tokens[bos_id]]}]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
@@ -66,10 +69,11 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> Tokenizer:
+def _byte_level_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]
     pre = file.get("tokenizer.ggml.pre", "default")
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    # Unused tokens pad the embedding to a round size; the tokenizer does not know them.
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,7 +101,7 @@ def _pre_tokenizer(pre: str) -> Any:
 
 def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
     """Control tokens are special; user-defined ones are matched whole too, but belong to the text."""
-    for token, kind in zip(tokens, types, strict=False):
+    for token, kind in zip(tokens, types, strict=True):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == _USER_DEFINED:

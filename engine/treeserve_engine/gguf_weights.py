@@ -43,25 +43,26 @@ def write_config(file: GgufFile, folder: Path) -> None:
     """
     arch = file.architecture
     if arch not in _ARCHITECTURES:
-        raise InvalidArgumentError("model", f"GGUF architecture {arch!r} is not supported ({', '.join(_ARCHITECTURES)} are)")
-    heads = file.required(f"{arch}.attention.head_count")
-    hidden_size = file.required(f"{arch}.embedding_length")
-    head_dim = file.get(f"{arch}.attention.key_length", hidden_size // heads)
-    _check_rope(file, head_dim)
-    names = set(file.tensor_names())
+        supported = ", ".join(_ARCHITECTURES)
+        raise InvalidArgumentError("model", f"GGUF architecture {arch!r} is not supported ({supported} are)")
+    heads = file.integer(f"{arch}.attention.head_count")
+    hidden_size = file.integer(f"{arch}.embedding_length")
+    head_dim = file.integer(f"{arch}.attention.key_length", hidden_size // heads)
+    _check_attention(file, head_dim)
+    names = file.tensor_names
     token_ids = _special_token_ids(file)
     config = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in names else 0,
+        "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden_size,
-        "intermediate_size": file.required(f"{arch}.feed_forward_length"),
-        "num_hidden_layers": file.required(f"{arch}.block_count"),
+        "intermediate_size": file.integer(f"{arch}.feed_forward_length"),
+        "num_hidden_layers": file.integer(f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get(f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": file.integer(f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.required(f"{arch}.context_length"),
+        "max_position_embeddings": file.integer(f"{arch}.context_length"),
         "rms_norm_eps": _shortest(file.required(f"{arch}.attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(file.get(f"{arch}.rope.freq_base", 10000.0)),
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -82,7 +83,7 @@ def write_weights(file: GgufFile, folder: Path) -> None:
     Raises:
         InvalidArgumentError: for a tensor this architecture does not have.
     """
-    names = {name: _hf_name(name) for name in file.tensor_names()}
+    names = {name: _hf_name(name) for name in file.tensor_names}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, hf_name in names.items():
@@ -118,22 +119,24 @@ def _hf_layout(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
     match = _LAYER_TENSOR.fullmatch(name)
     if file.architecture != "llama" or match is None or match[2] not in ("attn_q", "attn_k"):
         return values
-    heads = file.required("llama.attention.head_count")
+    heads = file.integer("llama.attention.head_count")
     if match[2] == "attn_k":
-        heads = file.get("llama.attention.head_count_kv", heads)
+        heads = file.integer("llama.attention.head_count_kv", heads)
     rows = values.shape[0]
     paired = values.reshape(heads, rows // heads // 2, 2, -1)
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _check_rope(file: GgufFile, head_dim: int) -> None:
+def _check_attention(file: GgufFile, head_dim: int) -> None:
     arch = file.architecture
+    if file.get(f"{arch}.attention.sliding_window"):
+        raise InvalidArgumentError("model", "sliding-window attention is not supported")
     if file.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise InvalidArgumentError("model", "partial rotary positions are not supported")
     kind = file.get(f"{arch}.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise InvalidArgumentError("model", f"rope scaling {kind!r} is not supported in GGUF files")
-    if "rope_freqs.weight" in file.tensor_names():
+    if "rope_freqs.weight" in file.tensor_names:
         raise InvalidArgumentError(
             "model", "this GGUF file holds ready rope factors (Llama 3.1 and later); use the original folder instead"
         )

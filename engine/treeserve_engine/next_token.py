@@ -129,7 +129,7 @@ def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
     # Tokens with less than (1 - top_p) / n of the total make up less than 1 - top_p together, so the nucleus ends
     # above them: only the others need sorting. The halving covers the rounding.
     floor = best + temperature * math.log(0.5 * (1.0 - top_p) * total / len(values))
-    pool = -np.sort(-values[values >= np.nextafter(np.float32(floor), np.float32(-np.inf))])  # best first
+    pool = -np.sort(-values[values >= np.float32(floor)])  # best first
     reached = np.cumsum(_weights(pool, best, temperature)) >= top_p * total
     return int(np.argmax(reached)) + 1 if reached.any() else len(pool)  # rounding may leave the sum just short
 

@@ -66,5 +66,5 @@ def load_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
             file = safe_open(path, framework="pt", device="cpu")
         except SafetensorError as error:
             raise InvalidArgumentError("model", f"{path} is damaged: {error}") from error
-        files.update(dict.fromkeys(file.keys(), file))
+        files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
     return _Tensors(files)

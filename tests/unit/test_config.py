@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_wire.config import ConfigError, load_config
 
 
@@ -26,6 +27,8 @@ class _Config:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError("threads must be at least 1")
+        if self.wait_ms < 0:
+            raise InvalidArgumentError("wait_ms", "is negative")
 
 
 REQUIRED = ["--model-folder", "m"]
@@ -84,6 +87,7 @@ def test_an_empty_list_in_the_environment_overrides() -> None:
         ("a: [\n", "while parsing"),
         ("listen: x\n", "missing: --model-folder"),
         ("model_folder: m\nthreads: 0\n", "threads must be at least 1"),
+        ("model_folder: m\nwait_ms: -1\n", "wait_ms: is negative"),
     ],
 )
 def test_a_bad_file_says_what_is_wrong(tmp_path: Path, content: str, message: str) -> None:

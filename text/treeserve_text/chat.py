@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treeserve_core.errors import InvalidArgumentError
@@ -36,7 +38,7 @@ class ChatTemplate:
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -82,6 +84,17 @@ class ChatTemplate:
         # A template is the model author's code: what it trips over, it trips over because of these messages.
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Accepts {% generation %}...{% endgeneration %}, which only marks the assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's content, as if it stood without the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_exception(message: str) -> NoReturn:

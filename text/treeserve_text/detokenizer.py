@@ -9,7 +9,7 @@ from treeserve_text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental decoding: everything pushed, then flushed, gives `Tokenizer.decode` of all ids, special ones left out.
+    """Incremental decoding: all that is pushed, and then flushed, gives `Tokenizer.decode` of the same ids.
 
     A character split over tokens appears with the token that completes it; U+FFFD appears only for bytes that no
     further token can mend. Work per token does not grow with the text.

@@ -54,8 +54,6 @@ class TokenBytes:
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(byte_level=True)
-        if kinds == ["Metaspace"] and steps[0]["replacement"] == _SPACE_MARK:
-            return cls(strips_first_space=steps[0]["prepend_scheme"] != "never")
         if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and _replaces_space_mark(steps[0]):
             if len(steps) == 3:
                 return cls(byte_tokens=True)

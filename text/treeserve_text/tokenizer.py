@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tokenizers
+
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from treeserve_text.chat import ChatTemplate
 
 
@@ -22,34 +22,30 @@ class Tokenizer:
     """Text to token ids and back, as the model's own files say. Stateless in use and safe to share between threads.
 
     Attributes:
+        vocab_size: one more than the highest token id.
         eos_token_ids: ids that end a generation, ascending; empty if the model names none.
         special_ids: ids that carry structure, not text (an end-of-turn mark); decoding leaves them out.
-        hash: SHA-256 (hex) over the vocabulary, the added tokens and the merges: two tokenizers with the same hash give
-            every id the same meaning.
+        hash: SHA-256 (hex) over vocabulary, special ids and merges: under equal hashes every id means the same.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], chat_template: ChatTemplate | None
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], folder: Path) -> None:
+        spec = json.loads(backend.to_str())
+        vocab = sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
         self._backend = backend
-        self._chat_template = chat_template
-        self._spec: dict[str, Any] = json.loads(backend.to_str())
-        self._token_bytes = TokenBytes.from_decoder(self._spec["decoder"])
+        self._folder = folder
+        self._token_bytes = TokenBytes.from_decoder(spec["decoder"])
+        self.vocab_size: int = vocab[-1][1] + 1
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.special_ids = frozenset(t["id"] for t in self._spec["added_tokens"] if t["special"])
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
+        self.hash = _hash(vocab, self.special_ids, spec["model"].get("merges", []))
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load tokenizer.json, the chat template and the end-of-sequence ids of a checkpoint.
+        """Load a checkpoint's tokenizer.json and end-of-sequence ids.
 
         Raises:
             InvalidArgumentError: if tokenizer.json is missing or broken, or cannot be decoded token by token.
         """
-        import tokenizers  # imported when used: a client of the other modules need not load it
-
-        from treeserve_text.chat import ChatTemplate
-
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidArgumentError("model", f"{folder} holds no tokenizer.json")
@@ -59,8 +55,7 @@ class Tokenizer:
             raise InvalidArgumentError("model", f"{path} cannot be read: {error}") from error
         backend.no_padding()
         backend.no_truncation()  # a length stored in the file would silently drop the end of long prompts
-        settings = _read_json(folder / "tokenizer_config.json")
-        return cls(backend, _eos_token_ids(folder, backend, settings), ChatTemplate.from_folder(folder, settings))
+        return cls(backend, _eos_token_ids(folder, backend), folder)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. BOS is added only if the tokenizer's own post-processor does."""
@@ -100,10 +95,16 @@ class Tokenizer:
         return self._token_bytes.strips_first_space
 
     @cached_property
-    def hash(self) -> str:  # noqa: D102 (see the class)
-        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in self._spec["model"].get("merges", [])]
-        return hashlib.sha256(json.dumps([vocab, sorted(self.special_ids), merges]).encode()).hexdigest()
+    def _chat_template(self) -> ChatTemplate | None:
+        # Loaded when first used: only the router renders chats, and only its installation has jinja2 for certain.
+        from treeserve_text.chat import ChatTemplate
+
+        return ChatTemplate.from_folder(self._folder, _read_json(self._folder / "tokenizer_config.json"))
+
+
+def _hash(vocab: list[tuple[str, int]], special_ids: frozenset[int], merges: list[Any]) -> str:
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]  # both spellings exist
+    return hashlib.sha256(json.dumps([vocab, sorted(special_ids), pairs]).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,13 +120,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer) -> list[int]:
     """The ids that end a generation, from the first file that names any, as transformers' generate looks for them."""
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
         if ids is not None:
             return [ids] if isinstance(ids, int) else list(ids)
-    token = settings.get("eos_token")
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(content) if content else None
     return [] if token_id is None else [token_id]

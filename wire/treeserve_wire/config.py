@@ -12,6 +12,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from treeserve_core.errors import InvalidArgumentError
+
 T = TypeVar("T")
 
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -36,8 +38,8 @@ def load_config(
         argv: arguments without the program's name; None takes those of the process.
 
     Raises:
-        ConfigError: for an unknown key, a value of the wrong type, a missing required field, or whatever ValueError
-            the dataclass itself raises.
+        ConfigError: for an unknown key, a value of the wrong type, a missing required field, or a value that the
+            dataclass itself refuses.
         SystemExit: for ``--help`` and for arguments that argparse refuses.
     """
     fields = _fields(cls)
@@ -55,7 +57,7 @@ def load_config(
         raise ConfigError(f"missing: {', '.join(_flag(name) for name in missing)}")
     try:
         return cls(**values)
-    except ValueError as error:
+    except (ValueError, InvalidArgumentError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -76,7 +76,7 @@ def variants(dtypes: Sequence[str] = DTYPES, head_dims: Sequence[int] = HEAD_DIM
     """Every kernel for every dtype, head size and row tile that a launch can choose."""
     for dtype in dtypes:
         for head_dim in head_dims:
-            for tile_rows in (tree_attention.SMALL_TILE_ROWS, tree_attention.LARGE_TILE_ROWS):
+            for tile_rows in tree_attention.tile_row_choices(getattr(torch, dtype)):
                 # One split writes the model's dtype; several write float32 parts.
                 for out in sorted({dtype, "float32"}):
                     yield _attention(dtype, out, head_dim, tile_rows)
@@ -125,7 +125,7 @@ def _attention(dtype: str, out: str, head_dim: int, tile_rows: int) -> Variant:
         "precision": tree_attention.dot_precision(torch_dtype),
     }
     label = f"{dtype}->{out} head_dim={head_dim} rows={tile_rows}"
-    options = tree_attention.compile_options(torch_dtype)
+    options = tree_attention.compile_options(torch_dtype, tile_rows)
     return Variant(tree_attention.attention_kernel, data | tables | other, constants, options, label)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -195,28 +196,40 @@ class LaunchPlan:
     num_splits: int
 
     @classmethod
-    def of(cls, num_queries: int, group: int, meta: TreeAttentionMeta, split_positions: int) -> LaunchPlan:
+    def of(cls, dtype: torch.dtype, num_queries: int, group: int, meta: TreeAttentionMeta, split_positions: int) -> Self:
         """Bounds every sequence by its row of the block table; programs past a sequence's own end return at once."""
         num_sequences, table_width = meta.block_tables.shape
         rows = num_queries * group
-        tile_rows = SMALL_TILE_ROWS if rows <= SMALL_TILE_ROWS * num_sequences else LARGE_TILE_ROWS
+        choices = tile_row_choices(dtype)
+        tile_rows = choices[0] if rows <= choices[0] * num_sequences else choices[-1]
         num_splits = max(1, math.ceil(table_width * meta.block_size / split_positions))
         return cls(tile_rows, rows // tile_rows + num_sequences, num_splits)
 
 
-def compile_options(dtype: torch.dtype) -> dict[str, int]:
-    """Triton's num_warps and num_stages of the attention kernel: float32 tiles leave room for fewer stages."""
-    return {"num_warps": 4, "num_stages": 2 if dtype == torch.float32 else 3}
+def tile_row_choices(dtype: torch.dtype) -> tuple[int, ...]:
+    """Row tiles a launch chooses from, ascending; a large float32 tile does not fit in the registers."""
+    return (SMALL_TILE_ROWS,) if dtype == torch.float32 else (SMALL_TILE_ROWS, LARGE_TILE_ROWS)
+
+
+def compile_options(dtype: torch.dtype, tile_rows: int) -> dict[str, int | bool]:
+    """Triton's options for the attention kernel, chosen so that no variant spills (see `compile`).
+
+    The block table and the KV it points to are loaded in a chain, so Triton keeps (num_stages - 1) // 2 KV tiles in
+    flight.
+    """
+    if dtype == torch.float32:
+        return {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
+    return {"num_warps": 4 if tile_rows == SMALL_TILE_ROWS else 8, "num_stages": 5, "enable_fp_fusion": True}
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `_dot` multiplies: float32 as float32, not rounded to TF32; half precision on the matrix units.
+    """How `_dot` multiplies: half precision on the matrix units, float32 there too as a sum of three TF32 products.
 
     Triton's interpreter multiplies the raw bits of bfloat16, so there the operands are widened first.
     """
     if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         return "widened"
-    return "ieee" if dtype == torch.float32 else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def tree_attention_triton(
@@ -251,7 +264,7 @@ def tree_attention_triton(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    plan = LaunchPlan.of(num_queries, group, meta, split_positions)
+    plan = LaunchPlan.of(q.dtype, num_queries, group, meta, split_positions)
     is_split = plan.num_splits > 1
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     split_shape = (plan.num_splits, num_queries, num_heads)
@@ -266,7 +279,7 @@ def tree_attention_triton(
         meta.block_tables.shape[1], meta.ancestor_words.shape[1],
         block_size=meta.block_size, group=group, head_dim=head_dim, head_block=head_block,
         tile_rows=plan.tile_rows, split_positions=split_positions, precision=dot_precision(q.dtype),
-        **compile_options(q.dtype),
+        **compile_options(q.dtype, plan.tile_rows),
     )  # fmt: skip
     if is_split:
         num_rows = num_queries * num_heads

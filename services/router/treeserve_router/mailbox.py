@@ -17,7 +17,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New output tokens. `offset` is the output position of the first; log_probs is empty or has one entry per token."""
+    """New output tokens, `offset` the output position of the first. log_probs is empty or has one entry per token."""
 
     offset: int
     token_ids: tuple[int, ...]

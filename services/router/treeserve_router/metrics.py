@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
 from treeserve_core.outcome import SpeculationStats
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.queue import RequestQueue
@@ -49,7 +52,7 @@ class RouterMetrics:
             buckets=_TPOT_BUCKETS,
             registry=registry,
         )
-        self._prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens of admitted requests.", registry)
+        self._prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens admitted.", registry)
         self._output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
         self._drafts = _counter("spec_decode_num_drafts", "Verify steps.", registry)
         self._draft_tokens = _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", registry)
@@ -78,9 +81,9 @@ class RouterMetrics:
             ["service_class"],
             registry=self.registry,
         )
-        for c in ServiceClass:
-            depth.labels(_label(c)).set_function(lambda c=c: queue.depth(c))
-            age.labels(_label(c)).set_function(lambda c=c: queue.age_s(c))
+        for service_class in ServiceClass:
+            depth.labels(_label(service_class)).set_function(partial(queue.depth, service_class))
+            age.labels(_label(service_class)).set_function(partial(queue.age_s, service_class))
         Gauge("treeserve_router_verifiers", "Connected verifiers.", registry=self.registry).set_function(num_verifiers)
 
     def rejected(self, error: BaseException) -> None:
@@ -116,10 +119,11 @@ class RequestMeter:
         """Count the prompt."""
         self._metrics._prompt_tokens.inc(prompt_tokens)
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, span: Span) -> None:
         """Count tokens shown to the client."""
         if self._first_token is None:
             self._first_token = self._clock()
+            span.add_event("first_token")
             self._metrics._ttft.labels(self._service_class).observe(self._first_token - self._arrived)
         self._num_tokens += num_tokens
         self._metrics._output_tokens.inc(num_tokens)

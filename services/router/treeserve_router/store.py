@@ -108,7 +108,9 @@ class RedisStore:
         """The session's record, if there is one and the server answers within the time limit."""
         if not self._is_up:
             return None
-        fields = await self._soft(lambda: cast("Awaitable[dict[str, str]]", self._redis.hgetall(_session_key(session_id))))
+        fields = await self._soft(
+            lambda: cast("Awaitable[dict[str, str]]", self._redis.hgetall(_session_key(session_id)))
+        )
         return _record(fields) if fields else None
 
     def remember_session(self, session_id: str, verifier_id: str, committed_len: int) -> None:

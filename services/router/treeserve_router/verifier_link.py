@@ -11,7 +11,13 @@ import structlog
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve.verifier.v1.verifier_pb2_grpc import VerifierServiceStub
-from treeserve_core.errors import HandshakeError, InvalidArgumentError, OverloadedError, TreeserveError, UnavailableError
+from treeserve_core.errors import (
+    HandshakeError,
+    InvalidArgumentError,
+    OverloadedError,
+    TreeserveError,
+    UnavailableError,
+)
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_router.mailbox import Ended, Lost, Placed, Tokens
 from treeserve_router.placement import VerifierState

@@ -11,7 +11,7 @@ import structlog
 from google.rpc import code_pb2
 
 from treeserve.verifier.v1 import verifier_pb2
-from treeserve_core.errors import InvalidArgumentError, OverloadedError, TreeserveError
+from treeserve_core.errors import InvalidArgumentError, TreeserveError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.drafting import CommitNotice, Speculator
@@ -125,7 +125,6 @@ class DraftHandler:
         Raises:
             HandshakeError: the speculator drafts for another model, tokenizer or protocol version.
             InvalidArgumentError: the framing is broken.
-            OverloadedError: the speculator sent more frames than it had credit for.
         """
         first = await anext(aiter(requests), None)
         if first is None:
@@ -139,18 +138,15 @@ class DraftHandler:
         speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
         writer = asyncio.create_task(_write_all(stream, context))
         log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
-        credit, window = Credits(PROPOSAL_WINDOW), CreditWindow(PROPOSAL_WINDOW)
+        window = CreditWindow(PROPOSAL_WINDOW)
         try:
             async for request in requests:
                 kind = request.WhichOneof("frame")
                 if kind == "credit":
                     stream.grant(request.credit.frames)
                 elif kind == "proposals":
-                    if not credit.try_take():
-                        raise OverloadedError("proposals without credit", 1.0)
                     self._take_proposals(stream, speculator, request.proposals)
                     if frames := window.consume():
-                        credit.grant(frames)
                         stream.send_free(verifier_pb2.DraftResponse(credit=verifier_pb2.Credit(frames=frames)))
                 else:
                     raise InvalidArgumentError("frame", f"{kind or 'an empty frame'} is not expected here")

@@ -1,0 +1,70 @@
+"""What a client may see of a generation: ids, text and log-probabilities that end together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from treeserve_core.outcome import PositionLogProbs
+from treeserve_text.assembler import Released, TextAssembler
+from treeserve_text.detokenizer import Detokenizer
+from treeserve_text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens in order. `offset` is the output position of the first; log_probs is empty or has one entry per token."""
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    log_probs: tuple[PositionLogProbs, ...] = ()
+
+
+class VisibleOutput:
+    """Releases tokens as the assembler finds them certain, and keeps the log-probabilities of those it holds back.
+
+    Args:
+        delivered: tokens the client has already (a resume). They prime the assembler, and nothing of them is released
+            again, even where the assembler would hold back their end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: tuple[str, ...], delivered: Sequence[int]) -> None:
+        self._assembler = TextAssembler(tokenizer, stop_strings)
+        released = self._assembler.push(delivered)
+        self._surplus_tokens = len(delivered) - len(released.token_ids)
+        self._surplus_chars = len(Detokenizer(tokenizer).push(delivered)) - len(released.text)
+        self._offset = len(delivered)
+        self._log_probs: deque[PositionLogProbs] = deque()
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens the client has once it has all chunks."""
+        return self._offset
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._assembler.stopped
+
+    def push(self, token_ids: Iterable[int], log_probs: Iterable[PositionLogProbs] = ()) -> TokenChunk | None:
+        """Take new tokens; what became certain, or None. `log_probs` has one entry per token, or none ever."""
+        self._log_probs.extend(log_probs)
+        return self._chunk(self._assembler.push(token_ids))
+
+    def flush(self) -> TokenChunk | None:
+        """The generation ended by itself: whatever was held back, or None."""
+        return self._chunk(self._assembler.flush())
+
+    def _chunk(self, released: Released) -> TokenChunk | None:
+        token_ids = released.token_ids[self._surplus_tokens :]
+        text = released.text[self._surplus_chars :]
+        self._surplus_tokens = max(self._surplus_tokens - len(released.token_ids), 0)
+        self._surplus_chars = max(self._surplus_chars - len(released.text), 0)
+        if not token_ids and not text:
+            return None
+        log_probs = tuple(self._log_probs.popleft() for _ in token_ids) if self._log_probs else ()
+        chunk = TokenChunk(self._offset, token_ids, text, log_probs)
+        self._offset += len(token_ids)
+        return chunk

@@ -1,0 +1,259 @@
+"""The chart's pods and the objects around them: security, probes, draining, scaling, services, network policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from chart_manifests import ROLES, Manifest, container, of_kind, pods, selects
+
+# Volumes that the restricted pod security standard allows.
+RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
+RESTRICTED_VOLUMES |= {"secret", "name"}
+
+
+def test_every_pod_passes_the_restricted_standard(manifests):
+    for pod in pods(manifests):
+        spec = pod["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert all(set(volume) <= RESTRICTED_VOLUMES for volume in spec["volumes"])
+        for each in spec["containers"] + spec.get("initContainers", []):
+            security = each["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert not {"privileged", "runAsUser", "procMount", "seccompProfile"} & set(security)
+            assert not any("hostPort" in port for port in each.get("ports", []))
+
+
+def test_every_pod_is_kept_apart_from_its_surroundings(manifests):
+    for pod in pods(manifests):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        accounts = [m["metadata"]["name"] for m in manifests if m["kind"] == "ServiceAccount"]
+        assert accounts == [spec["serviceAccountName"]]
+        mounted = {volume["name"]: volume for volume in spec["volumes"]}
+        for each in spec["containers"]:
+            assert each["securityContext"]["readOnlyRootFilesystem"] is True
+            assert {"cpu", "memory"} <= set(each["resources"]["requests"])
+            assert "memory" in each["resources"]["limits"]
+            assert {mount["name"] for mount in each["volumeMounts"]} == set(mounted)
+            writable = {m["mountPath"] for m in each["volumeMounts"] if not m.get("readOnly")}
+            assert "/tmp" in writable
+            assert writable <= {"/tmp", "/dev/shm"}
+
+
+def test_selectors_match_the_pods_of_their_role_and_release_only(manifests, render):
+    labels = {role: d["spec"]["template"]["metadata"]["labels"] for role, d in of_kind(manifests, "Deployment").items()}
+    other = [
+        d["spec"]["template"]["metadata"]["labels"] for d in of_kind(render({}, release="b"), "Deployment").values()
+    ]
+    for role in ROLES:
+        selectors = [
+            of_kind(manifests, "Deployment")[role]["spec"]["selector"]["matchLabels"],
+            of_kind(manifests, "Service")[role]["spec"]["selector"],
+            of_kind(manifests, "PodDisruptionBudget")[role]["spec"]["selector"]["matchLabels"],
+            of_kind(manifests, "PodMonitor")[role]["spec"]["selector"]["matchLabels"],
+        ]
+        for selector in selectors:
+            assert [name for name in ROLES if selects(selector, labels[name])] == [role]
+            assert not any(selects(selector, foreign) for foreign in other)
+
+
+def test_every_port_that_is_named_exists(manifests):
+    for role, deployment in of_kind(manifests, "Deployment").items():
+        ports = {port["name"]: port["containerPort"] for port in container(deployment)["ports"]}
+        for port in of_kind(manifests, "Service")[role]["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+            assert port["appProtocol"] == ("kubernetes.io/h2c" if port["name"] == "grpc" else "http")
+        (endpoint,) = of_kind(manifests, "PodMonitor")[role]["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in ports
+        config = yaml.safe_load(of_kind(manifests, "ConfigMap")[role]["data"]["config.yaml"])
+        bound = {int(config[key].rpartition(":")[2]) for key in config if key.endswith("listen")}
+        assert bound == set(ports.values())  # what the process opens is what the pod declares
+
+
+def test_probes_ask_the_grpc_port_and_leave_time_to_start(manifests):
+    for role, deployment in of_kind(manifests, "Deployment").items():
+        ports = {port["name"]: port["containerPort"] for port in container(deployment)["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container(deployment)[probe]["grpc"]["port"] == ports["grpc"], role
+        startup = container(deployment)["startupProbe"]
+        budget = startup["periodSeconds"] * startup["failureThreshold"]
+        assert budget >= (600 if role == "verifier" else 60)
+        assert deployment["spec"]["progressDeadlineSeconds"] > budget
+
+
+def test_a_pod_is_given_time_to_drain(manifests):
+    for role, deployment in of_kind(manifests, "Deployment").items():
+        config = yaml.safe_load(of_kind(manifests, "ConfigMap")[role]["data"]["config.yaml"])
+        pre_stop = container(deployment)["lifecycle"]["preStop"]["sleep"]["seconds"]
+        grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert pre_stop >= 15
+        assert grace > pre_stop + config.get("drain_s", 0)
+
+
+def test_the_drain_is_a_value(rendered):
+    spec = of_kind(rendered["everything"], "Deployment")["verifier"]["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 30 + 600 + 10
+
+
+def test_updates_never_need_a_spare_accelerator(manifests):
+    deployments = of_kind(manifests, "Deployment")
+    assert deployments["verifier"]["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert deployments["router"]["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+def test_disruptions_take_one_pod_at_a_time(manifests):
+    for budget in of_kind(manifests, "PodDisruptionBudget").values():
+        assert budget["spec"]["maxUnavailable"] == 1
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_an_autoscaler_owns_the_replicas(rendered):
+    for variant, manifests in rendered.items():
+        scalers = of_kind(manifests, "HorizontalPodAutoscaler")
+        assert set(scalers) == (set(ROLES) if variant in ("scaled", "everything") else set())
+        for role, deployment in of_kind(manifests, "Deployment").items():
+            assert ("replicas" in deployment["spec"]) == (role not in scalers)
+        for role, scaler in scalers.items():
+            target = scaler["spec"]["scaleTargetRef"]
+            assert target["name"] == of_kind(manifests, "Deployment")[role]["metadata"]["name"]
+            assert scaler["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 300
+
+
+def test_an_autoscaler_follows_cpu_or_a_named_metric(rendered):
+    (cpu,) = of_kind(rendered["everything"], "HorizontalPodAutoscaler")["router"]["spec"]["metrics"]
+    (named,) = of_kind(rendered["everything"], "HorizontalPodAutoscaler")["verifier"]["spec"]["metrics"]
+    assert cpu["resource"]["target"] == {"type": "Utilization", "averageUtilization": 70}
+    assert named["pods"] == {
+        "metric": {"name": "treeserve_step_saturation"},
+        "target": {"type": "AverageValue", "averageValue": "800m"},
+    }
+
+
+def test_only_verifiers_get_accelerators(rendered):
+    for role, deployment in of_kind(rendered["everything"], "Deployment").items():
+        spec = deployment["spec"]["template"]["spec"]
+        assert container(deployment)["resources"]["limits"].get("nvidia.com/gpu") == (2 if role == "verifier" else None)
+        assert spec.get("runtimeClassName") == ("nvidia" if role == "verifier" else None)
+    verifier = of_kind(rendered["everything"], "Deployment")["verifier"]["spec"]["template"]["spec"]
+    assert verifier["nodeSelector"] == {"pool": "gpu"}
+    assert [toleration["key"] for toleration in verifier["tolerations"]] == ["dedicated", "nvidia.com/gpu"]
+    default = of_kind(rendered["default"], "Deployment")["verifier"]["spec"]["template"]["spec"]
+    assert "tolerations" not in default
+
+
+def test_a_verifier_has_shared_memory_in_memory(manifests):
+    volumes = of_kind(manifests, "Deployment")["verifier"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in volumes
+
+
+def test_the_model_is_mounted_read_only_by_every_role(rendered):
+    for deployment in of_kind(rendered["everything"], "Deployment").values():
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        assert {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in volumes
+        mounts = container(deployment)["volumeMounts"]
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
+
+
+def test_the_redis_password_stays_in_its_secret(rendered):
+    env = {
+        variable["name"]: variable
+        for variable in container(of_kind(rendered["everything"], "Deployment")["router"])["env"]
+    }
+    assert env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == {"name": "valkey", "key": "password"}
+    # Kubernetes replaces $(NAME) by variables that stand before it.
+    assert list(env).index("REDIS_PASSWORD") < list(env).index("TREESERVE_REDIS_URL")
+    assert "TREESERVE_REDIS_URL" not in str(rendered["default"])
+
+
+# --- Network policies: who may call whom
+
+
+class Network:
+    """What the rendered policies allow between the release's pods, and from and to elsewhere."""
+
+    def __init__(self, manifests: list[Manifest]) -> None:
+        self._policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
+        self._pods = {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in pods(manifests)}
+
+    def allows(self, source: str, target: str, port: int, namespace: str = "serving") -> bool:
+        """Whether a connection passes; a `source` or `target` that is no role is a foreign pod of `namespace`."""
+        return self._side("Egress", source, target, port, namespace) and self._side(
+            "Ingress", target, source, port, namespace
+        )
+
+    def _side(self, direction: str, pod: str, peer: str, port: int, namespace: str) -> bool:
+        if pod not in self._pods:
+            return True  # not ours to restrict
+        labels = self._pods[pod]["metadata"]["labels"]
+        policies = [p for p in self._policies if selects(p["podSelector"]["matchLabels"], labels)]
+        policies = [p for p in policies if direction in p["policyTypes"]]
+        peers, server = ("from", pod) if direction == "Ingress" else ("to", peer)
+        rules = [rule for p in policies for rule in p.get(direction.lower(), [])]
+        return not policies or any(
+            self._port_matches(rule, server, port) and self._peer_matches(rule.get(peers), peer, namespace)
+            for rule in rules
+        )
+
+    def _port_matches(self, rule: dict[str, Any], server: str, port: int) -> bool:
+        containers = self._pods[server]["spec"]["containers"] if server in self._pods else []
+        named = {p["name"]: p["containerPort"] for c in containers for p in c.get("ports", [])}
+        return any(named.get(p["port"], p["port"]) == port for p in rule["ports"])
+
+    def _peer_matches(self, peers: list[dict[str, Any]] | None, peer: str, namespace: str) -> bool:
+        if not peers:
+            return True
+        ours = self._pods[peer]["metadata"]["labels"] if peer in self._pods else {}
+        foreign = {} if peer in self._pods else {"kubernetes.io/metadata.name": namespace}
+        return any(
+            selects(p["podSelector"]["matchLabels"], ours)
+            if "podSelector" in p
+            else selects(p["namespaceSelector"]["matchLabels"], foreign)
+            for p in peers
+        )
+
+
+@pytest.mark.parametrize("variant", ["default", "everything"])
+def test_the_roles_reach_each_other_and_nothing_else(rendered, variant):
+    network = Network(rendered[variant])
+    ports = {"router": (50051, 8000), "verifier": (50052, 9102), "speculator": (50053, 9103)}
+    allowed = {
+        (source, target, port)
+        for source in (*ROLES, "test")
+        for target in ROLES
+        for port in ports[target]
+        if network.allows(source, target, port)
+    }
+    assert allowed == {("router", "verifier", 50052), ("speculator", "verifier", 50052), ("test", "router", 50051)}
+
+
+def test_strangers_reach_the_router_only(rendered):
+    network = Network(rendered["default"])
+    assert network.allows("stranger", "router", 50051)
+    assert network.allows("stranger", "router", 8000)
+    assert not network.allows("stranger", "verifier", 50052)
+    assert not network.allows("stranger", "verifier", 9102)
+    assert not network.allows("verifier", "stranger", 443)
+    assert network.allows("verifier", "stranger", 53)
+
+
+def test_named_namespaces_close_the_rest(rendered):
+    network = Network(rendered["everything"])
+    assert network.allows("client", "router", 50051, namespace="apps")
+    assert not network.allows("client", "router", 50051, namespace="elsewhere")
+    for role, port in (("router", 8000), ("verifier", 9102), ("speculator", 9103)):
+        assert network.allows("prometheus", role, port, namespace="monitoring")
+        assert not network.allows("prometheus", role, 50052, namespace="monitoring")
+    assert network.allows("router", "valkey", 6380, namespace="data")
+    assert not network.allows("verifier", "valkey", 6380, namespace="data")
+    assert all(network.allows(role, "collector", 4317, namespace="observability") for role in ROLES)
+
+
+def test_network_policies_can_be_left_out(rendered):
+    assert not of_kind(rendered["open"], "NetworkPolicy")

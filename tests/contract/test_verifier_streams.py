@@ -1,0 +1,413 @@
+"""The verifier's streams, spoken to directly: a tiny model, a real server, hand-made peers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+from support.tree_shapes import SHAPES
+from support.verifier_peers import (
+    DraftFunction,
+    Output,
+    RouterPeer,
+    RunningVerifier,
+    SpeculatorPeer,
+    running_verifier,
+    submission,
+    tree_message,
+    until,
+)
+
+from treeserve.common.v1 import common_pb2
+from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.tree import TokenTree
+from treeserve_wire.channel import open_channel
+
+PROMPT = [10, 20, 30, 40, 50]
+INVALID, STALE, UNKNOWN = code_pb2.INVALID_ARGUMENT, code_pb2.FAILED_PRECONDITION, code_pb2.NOT_FOUND
+
+
+@pytest.fixture
+async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[RunningVerifier]:
+    async with running_verifier(tiny_model, tmp_path) as verifier:
+        yield verifier
+        await until(lambda: verifier.verifier.loop.load()[0] == 0)
+        verifier.check_all_blocks_free()
+
+
+def oracle(truth: dict[int, list[int]], shape: str, vocab: int) -> DraftFunction:
+    """Drafts trees of a shape around the true continuation of the prompt with a given seed."""
+    rng = random.Random(5)
+
+    def draft(tokens: list[int], budget: int, seed: int) -> TokenTree | None:
+        rest = truth[seed][len(tokens) :]
+        return SHAPES[shape](tokens[-1], rest, budget, vocab, rng)
+
+    return draft
+
+
+async def test_plain_decoding_equals_transformers(running: RunningVerifier, tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0, len(PROMPT) :]
+    async with RouterPeer(running.address) as router:
+        output = await router.generate(1, PROMPT, speculate=False)
+    assert output.token_ids == expected.tolist()
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {7: 3.0}},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_trees_of_any_shape_change_nothing_but_the_number_of_steps(running: RunningVerifier, shape: str) -> None:
+    vocab = running.engine.identity.vocab_size
+    requests = [{**v, "seed": seed} for seed, v in enumerate(VARIANTS * 2)]
+    prompts = [[*PROMPT, seed] for seed in range(len(requests))]
+    async with RouterPeer(running.address) as router:
+        plain = await asyncio.gather(
+            *(router.generate(h, prompts[h], speculate=False, top_log_probs=2, **r) for h, r in enumerate(requests))
+        )
+        truth = {h: prompts[h] + output.token_ids for h, output in enumerate(plain)}
+        async with SpeculatorPeer(running, oracle(truth, shape, vocab)):
+            drafted = await asyncio.gather(
+                *(router.generate(100 + h, prompts[h], top_log_probs=2, **r) for h, r in enumerate(requests))
+            )
+    for before, after in zip(plain, drafted, strict=True):
+        assert after.token_ids == before.token_ids
+        assert after.log_probs == before.log_probs, "log-probabilities have the same bits"
+        assert before.end is not None and after.end is not None
+        assert after.end.reason == before.end.reason
+        assert before.end.speculation.drafted == 0 and before.end.speculation.steps == len(before.token_ids)
+    stats = [output.end.speculation for output in drafted if output.end is not None]
+    assert sum(s.drafted for s in stats) > 0
+    assert sum(s.accepted for s in stats) == sum(sum(s.accepted_per_depth) for s in stats)
+    if shape == "misleading":
+        assert sum(s.accepted for s in stats) == 0
+    else:
+        assert sum(s.accepted for s in stats) > 10
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+async def test_stop_tokens_and_length_end_inside_an_accepted_path(running: RunningVerifier, max_tokens: int) -> None:
+    vocab = running.engine.identity.vocab_size
+    async with RouterPeer(running.address) as router:
+        full = await router.generate(1, PROMPT, max_tokens=12, speculate=False)
+        async with SpeculatorPeer(running, oracle({0: PROMPT + full.token_ids}, "comb", vocab)):
+            for position in range(8):
+                stop = full.token_ids[position]
+                first = full.token_ids.index(stop)
+                options = {"max_tokens": max_tokens, "stopping": {"stop_token_ids": [stop]}}
+                output = await router.generate(10 + position, PROMPT, **options)
+                expected = full.token_ids[: min(first + 1, max_tokens)]
+                assert output.token_ids == expected
+                assert output.end is not None
+                stopped = first + 1 <= max_tokens
+                assert output.end.reason == (
+                    common_pb2.FINISH_REASON_STOP if stopped else common_pb2.FINISH_REASON_LENGTH
+                ), "a stop at the last token is a stop"
+
+
+async def test_stop_strings_end_at_the_token_that_completes_them(running: RunningVerifier) -> None:
+    tokenizer = running.engine.tokenizer
+    vocab = running.engine.identity.vocab_size
+    async with RouterPeer(running.address) as router:
+        full = await router.generate(1, PROMPT, max_tokens=20, speculate=False)
+        text = tokenizer.decode(full.token_ids)
+        stops = {text[i : i + 3] for i in range(2, len(text) - 3, 2) if "�" not in text[: i + 3]}
+        assert stops
+        async with SpeculatorPeer(running, oracle({0: PROMPT + full.token_ids}, "comb", vocab)):
+            for handle, stop in enumerate(sorted(stops), start=10):
+                options = {"max_tokens": 20, "stopping": {"stop_strings": [stop]}}
+                on = await router.generate(handle, PROMPT, **options)
+                off = await router.generate(handle + 1000, PROMPT, speculate=False, **options)
+                assert on.token_ids == off.token_ids and on.end is not None
+                assert on.end.stop_string == stop and on.end.reason == common_pb2.FINISH_REASON_STOP
+                assert stop in tokenizer.decode(on.token_ids)
+                assert stop not in tokenizer.decode(on.token_ids[:-1])
+
+
+async def test_min_tokens_hold_under_speculation(running: RunningVerifier) -> None:
+    vocab = running.engine.identity.vocab_size
+    async with RouterPeer(running.address) as router:
+        full = await router.generate(1, PROMPT, max_tokens=12, speculate=False)
+        stops = full.token_ids[:3]
+        stopping = {"stop_token_ids": stops, "min_tokens": 6}
+        off = await router.generate(2, PROMPT, speculate=False, stopping=stopping)
+        async with SpeculatorPeer(running, oracle({0: PROMPT + off.token_ids}, "scatter", vocab)):
+            on = await router.generate(3, PROMPT, stopping=stopping)
+    assert on.token_ids == off.token_ids
+    assert not set(stops) & set(on.token_ids[:6])
+
+
+async def test_replay_from_any_point_gives_the_same_tokens(running: RunningVerifier) -> None:
+    sampling = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+    async with RouterPeer(running.address) as router:
+        full = await router.generate(1, PROMPT, **sampling)
+        for cut in (1, 7, 16, 23):
+            rest = await router.generate(10 + cut, PROMPT, generated=full.token_ids[:cut], **sampling)
+            assert rest.first_offset == cut
+            assert full.token_ids[:cut] + rest.token_ids == full.token_ids
+
+
+async def test_malformed_proposals_are_refused_for_themselves(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        expected = (await router.generate(1, PROMPT, max_tokens=60, speculate=False)).token_ids
+        async with SpeculatorPeer(running, lambda tokens, budget, seed: None) as speculator:
+            output = await router.submit(2, PROMPT, max_tokens=60)
+            await asyncio.wait_for(speculator.assigned.wait(), 5)
+            handle = next(iter(speculator.tokens))
+            base, root = len(speculator.tokens[handle]), speculator.tokens[handle][-1]
+            tree = {"handle": handle, "base_committed_len": base}
+            too_many = running.verifier._config.max_nodes + 2
+            deep = running.verifier._config.max_depth + 2
+            malformed: list[tuple[dict[str, Any], int]] = [
+                ({**tree, "token_ids": [], "parents": []}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [0, 0]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1, 1]}, INVALID),
+                ({**tree, "token_ids": [root, 5, 6], "parents": [-1, 2, 1]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1, -7]}, INVALID),
+                ({**tree, "token_ids": [root, 5, 5], "parents": [-1, 0, 0]}, INVALID),
+                ({**tree, "token_ids": [root, 4_000_000_000], "parents": [-1, 0]}, INVALID),
+                ({**tree, "token_ids": [root, running.engine.identity.vocab_size], "parents": [-1, 0]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1, 0], "log_probs": [0, float("nan")]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1, 0], "log_probs": [0, 0.5]}, INVALID),
+                ({**tree, "token_ids": [root, 5], "parents": [-1, 0], "source_masks": [1, 2]}, INVALID),
+                ({**tree, "token_ids": [root] * too_many, "parents": range(-1, too_many - 1)}, INVALID),
+                ({**tree, "token_ids": [root] * deep, "parents": range(-1, deep - 1)}, INVALID),
+                ({"handle": handle, "base_committed_len": 0, "token_ids": [root], "parents": [-1]}, INVALID),
+                ({"handle": handle, "base_committed_len": 9999, "token_ids": [root], "parents": [-1]}, STALE),
+                ({"handle": handle, "base_committed_len": 2, "token_ids": [PROMPT[1], 7], "parents": [-1, 0]}, STALE),
+                ({**tree, "handle": 12345, "token_ids": [root], "parents": [-1]}, UNKNOWN),
+            ]
+            for fields, code in malformed:
+                await speculator.propose(verifier_pb2.TreeProposal(**fields))
+                rejection = await asyncio.wait_for(speculator.rejections.get(), 5)
+                assert (rejection.handle, rejection.status.code) == (fields["handle"], code), fields
+                assert rejection.status.message
+            await asyncio.wait_for(output.finished.wait(), 30)
+    assert output.token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"protocol_version": 2}, "protocol version 2"),
+        ({"model": {"tokenizer_hash": "0" * 64}}, "tokenizer_hash differs"),
+        ({"model": {"vocab_size": 7}}, "vocab_size differs"),
+        ({"model": {"name": "other"}}, "name differs"),
+        ({"model": {"eos_token_ids": [1, 5]}}, "eos_token_ids differs"),
+    ],
+)
+async def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
+    running: RunningVerifier, change: dict[str, Any], reason: str
+) -> None:
+    if "model" in change:
+        model = common_pb2.ModelIdentity()
+        model.CopyFrom(running.identity)
+        for name, value in change["model"].items():
+            if isinstance(value, list):
+                model.eos_token_ids[:] = value
+            else:
+                setattr(model, name, value)
+        change = {"model": model}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async with SpeculatorPeer(running, lambda *_: None, **change) as speculator:
+            await speculator.call.read()
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert reason in (refused.value.details() or "")
+
+
+async def test_padding_of_the_vocabulary_may_differ(running: RunningVerifier) -> None:
+    model = common_pb2.ModelIdentity()
+    model.CopyFrom(running.identity)
+    model.padded_vocab_size += 64
+    async with SpeculatorPeer(running, lambda *_: None, model=model) as speculator:
+        assert speculator.welcome.max_nodes > 1
+
+
+@pytest.mark.parametrize("method", ["Decode", "Draft"])
+@pytest.mark.parametrize("first", ["credit", "empty"])
+async def test_a_stream_without_a_hello_ends_with_invalid_argument(
+    running: RunningVerifier, method: str, first: str
+) -> None:
+    async with open_channel(running.address) as channel:
+        call = getattr(verifier_pb2_grpc.VerifierServiceStub(channel), method)()
+        kind = verifier_pb2.DecodeRequest if method == "Decode" else verifier_pb2.DraftRequest
+        await call.write(kind(credit=verifier_pb2.Credit(frames=1)) if first == "credit" else kind())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_second_hello_and_an_oversize_message_end_only_their_own_stream(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as bystander:
+        output = await bystander.submit(1, PROMPT, max_tokens=40)
+        async with RouterPeer(running.address) as offender:
+            await offender.send(hello=verifier_pb2.DecodeHello(protocol_version=1))
+            assert await offender.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        async with SpeculatorPeer(running, lambda *_: None) as offender:
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await offender.propose(tree_message(1, 1, TokenTree.chain(range(400_000))))
+                await offender.propose(tree_message(1, 1, TokenTree.root_only(1)))
+            assert await offender.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await asyncio.wait_for(output.finished.wait(), 30)
+    assert len(output.token_ids) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"prompt": []}, "prompt_token_ids"),
+        ({"prompt": [100_000]}, "prompt_token_ids"),
+        ({"generated": [100_000]}, "generated_token_ids"),
+        ({"max_tokens": 0}, "stopping.max_tokens"),
+        ({"max_tokens": 5000}, "stopping.max_tokens"),
+        ({"temperature": -1.0}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"logit_bias": {99_999: 1.0}}, "sampling.logit_bias"),
+        ({"stopping": {"stop_token_ids": [99_999]}}, "stopping.stop_token_ids"),
+        ({"stopping": {"min_tokens": 500}}, "stopping.min_tokens"),
+        ({"generated": list(range(50, 74))}, "generated_token_ids"),
+    ],
+)
+async def test_a_bad_submission_fails_alone(running: RunningVerifier, options: dict[str, Any], field: str) -> None:
+    async with RouterPeer(running.address) as router:
+        good = await router.submit(1, PROMPT)
+        prompt = options.pop("prompt", PROMPT)
+        bad = await router.generate(2, prompt, **options)
+        await asyncio.wait_for(good.finished.wait(), 30)
+    assert bad.end is not None and bad.end.status.code == INVALID
+    assert field in bad.end.status.message
+    assert len(good.token_ids) == 24
+
+
+async def test_a_handle_in_use_ends_the_stream(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        await router.submit(1, PROMPT, max_tokens=100)
+        await router.send(submit=verifier_pb2.Submit(sequences=[submission(1, PROMPT)]))
+        assert await router.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_cancel_frees_blocks_within_a_step_and_nothing_more_arrives(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        output = await router.submit(1, PROMPT, max_tokens=200)
+        await until(lambda: len(output.token_ids) >= 3)
+        await router.send(cancel=verifier_pb2.Cancel(handles=[1, 77]))
+        await until(lambda: router.loads and router.loads[-1].sequences == 0)
+        seen = len(output.token_ids)
+        assert router.loads[-1].free_blocks == router.loads[-1].total_blocks
+        await asyncio.sleep(0.05)
+        assert len(output.token_ids) == seen < 200 and output.end is None
+
+
+async def test_a_router_that_goes_away_leaves_nothing_behind(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        outputs = [await router.submit(h, PROMPT, max_tokens=200) for h in range(8)]
+        await until(lambda: all(output.token_ids for output in outputs))
+    # The fixture checks that all blocks come back.
+
+
+async def test_without_credit_tokens_gather_and_then_come_at_once(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address, credit=0) as router:
+        outputs = [await router.submit(h, PROMPT, max_tokens=20) for h in range(3)]
+        await until(lambda: router.loads and router.loads[-1].sequences == 0 and running.verifier.loop.load()[0] == 0)
+        await asyncio.sleep(0.05)
+        assert router.token_frames == 0 and not any(output.token_ids for output in outputs)
+        await router.send(credit=verifier_pb2.Credit(frames=1))
+        await asyncio.wait_for(asyncio.gather(*(output.finished.wait() for output in outputs)), 10)
+        assert router.token_frames == 1
+        assert [len(output.token_ids) for output in outputs] == [20, 20, 20]
+
+
+async def test_commits_gather_while_a_speculator_gives_no_credit(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        async with SpeculatorPeer(running, lambda *_: None, initial_credit=1) as speculator:
+            output = await router.submit(1, PROMPT, max_tokens=40)
+            await asyncio.wait_for(speculator.assigned.wait(), 5)
+            await until(lambda: len(output.token_ids) >= 10)
+            assert speculator.commits == []
+            await speculator.send(credit=verifier_pb2.Credit(frames=1))
+            await until(lambda: speculator.commits)
+            assert len(speculator.commits) == 1 and len(speculator.commits[0].token_ids) >= 9
+            await asyncio.wait_for(output.finished.wait(), 30)
+
+
+async def test_top_tokens_come_with_commits_when_asked_for(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router:
+        async with SpeculatorPeer(running, lambda *_: None, wants_top_tokens=True) as speculator:
+            output = await router.generate(1, PROMPT, max_tokens=16)
+            commits = [c for c in speculator.commits if c.handle == 1]
+    top = [t for commit in commits for t in commit.top_tokens]
+    committed = [t for commit in commits for t in commit.token_ids]
+    assert committed == output.token_ids[: len(committed)] and len(top) == len(committed) > 0
+    assert all(t.token_ids[0] == token and len(set(t.token_ids)) == 8 for t, token in zip(top, committed, strict=True))
+
+
+async def test_a_pool_that_runs_dry_preempts_and_changes_no_token(tiny_model: Path, tmp_path: Path) -> None:
+    requests = [{"temperature": 1.0, "seed": h, "max_tokens": 90} for h in range(6)]
+    prompts = [[*PROMPT * 4, h] for h in range(6)]
+    options: dict[str, Any] = {"max_context_tokens": 128, "block_size": 16}
+    async with (
+        running_verifier(tiny_model, tmp_path, kv_tokens=4096, **options) as roomy,
+        RouterPeer(roomy.address) as router,
+    ):
+        expected = [(await router.generate(h, prompts[h], **r)).token_ids for h, r in enumerate(requests)]
+    async with running_verifier(tiny_model, tmp_path, kv_tokens=256, **options) as tight:
+        truth = {h: prompts[h] + expected[h] for h in range(6)}
+        draft = oracle(truth, "scatter", tight.engine.identity.vocab_size)
+        async with RouterPeer(tight.address) as router, SpeculatorPeer(tight, draft):
+            outputs = await asyncio.gather(*(router.generate(h, prompts[h], **r) for h, r in enumerate(requests)))
+        assert tight.verifier._scheduler.preemptions > 0, "the pool must have run dry for this test to mean something"
+        tight.check_all_blocks_free()
+    assert [output.token_ids for output in outputs] == expected
+
+
+async def test_too_many_waiting_sequences_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path, max_sequences=2, max_waiting=3) as small:
+        async with RouterPeer(small.address) as router:
+            outputs: list[Output] = []
+            router.outputs.update({h: Output() for h in range(12)})
+            batch = [submission(h, PROMPT, max_tokens=60) for h in range(12)]
+            await router.send(submit=verifier_pb2.Submit(sequences=batch))
+            outputs = list(router.outputs.values())
+            await asyncio.wait_for(asyncio.gather(*(o.finished.wait() for o in outputs)), 30)
+        refused = [o for o in outputs if o.end is not None and o.end.status.code == code_pb2.RESOURCE_EXHAUSTED]
+        assert refused and len(refused) == sum(1 for o in outputs if not o.token_ids)
+
+
+async def test_draining_finishes_streams_and_refuses_new_ones(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path) as draining, RouterPeer(draining.address) as router:
+        output = await router.submit(1, PROMPT, max_tokens=100)
+        await until(lambda: output.token_ids)
+        drain = asyncio.create_task(draining.verifier.loop.drain(20.0))
+        await until(lambda: router.loads and router.loads[-1].draining)
+        late = await router.generate(2, PROMPT)
+        assert late.end is not None and late.end.status.code == code_pb2.UNAVAILABLE
+        await asyncio.wait_for(output.finished.wait(), 30)
+        await drain
+    assert len(output.token_ids) == 100
+
+
+async def test_what_does_not_finish_in_time_is_handed_back(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path) as draining, RouterPeer(draining.address) as router:
+        output = await router.submit(1, PROMPT, max_tokens=250)
+        await until(lambda: output.token_ids)
+        await draining.verifier.loop.drain(0.0)
+        await asyncio.wait_for(output.finished.wait(), 5)
+    assert output.end is not None and output.end.status.code == code_pb2.UNAVAILABLE
