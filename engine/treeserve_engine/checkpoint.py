@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
@@ -36,16 +37,30 @@ def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], 
     if source.suffix.lower() != ".gguf":
         raise InvalidArgumentError("model", f"{source} is neither a checkpoint folder nor a .gguf file")
     target = cache_dir / f"{source.stem}-{_content_hash(source)}"
-    if target.is_dir():
-        return _checked(target)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{source.stem}-", dir=cache_dir))
+    with _locked(cache_dir / f".{target.name}.lock"):
+        if not target.is_dir():
+            _convert_into(target, source, progress)
+    return _checked(target)
+
+
+def _convert_into(target: Path, source: Path, progress: Callable[[str], None]) -> None:
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed conversion left
+    unfinished.mkdir()
     try:
         _convert(source, unfinished, progress)
-        _publish(unfinished, target)
+        unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return _checked(target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes, so that services which start together convert a file once."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it, and so does dying
+        yield
 
 
 def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
@@ -62,16 +77,6 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
     write_tokenizer(file, folder)
     progress("converting the weights to float32")
     write_weights(file, folder)
-
-
-def _publish(unfinished: Path, target: Path) -> None:
-    """Rename into place. Another process that converted the same file meanwhile is as good as we are."""
-    unfinished.chmod(0o755)  # mkdtemp's 0700 would lock other users out of a shared cache
-    try:
-        unfinished.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def _checked(folder: Path) -> Path:

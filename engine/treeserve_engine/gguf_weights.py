@@ -65,7 +65,7 @@ def write_config(file: GgufFile, folder: Path) -> None:
         "max_position_embeddings": file.integer(f"{arch}.context_length"),
         "rms_norm_eps": _shortest(file.required(f"{arch}.attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(file.get(f"{arch}.rope.freq_base", 10000.0)),
-        "attention_bias": "blk.0.attn_q.bias" in names,
+        "attention_bias": "blk.0.attn_output.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
         "torch_dtype": "float32",
         **token_ids,
@@ -131,6 +131,9 @@ def _check_attention(file: GgufFile, head_dim: int) -> None:
     arch = file.architecture
     if file.get(f"{arch}.attention.sliding_window"):
         raise InvalidArgumentError("model", "sliding-window attention is not supported")
+    has_bias = ["blk.0.attn_q.bias" in file.tensor_names, "blk.0.attn_output.bias" in file.tensor_names]
+    if has_bias not in ([[True, False]] if arch == "qwen2" else [[False, False], [True, True]]):
+        raise InvalidArgumentError("model", f"a {arch} model with these attention biases is not supported")
     if file.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise InvalidArgumentError("model", "partial rotary positions are not supported")
     kind = file.get(f"{arch}.rope.scaling.type", "none")

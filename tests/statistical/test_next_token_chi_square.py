@@ -17,7 +17,7 @@ from treeserve_engine.next_token import next_token
 from treeserve_engine.processors import TokenContext
 
 VOCAB = 9
-DRAWS = 4000
+DRAWS = 2500
 LOGITS = np.random.default_rng(5).normal(0, 1.3, VOCAB).astype(np.float32)
 # Draws are a fixed function of seed and position: no flakes. A true distribution stays above, a wrong one far below.
 PASS, REJECT = 1e-3, 1e-6
@@ -92,7 +92,7 @@ def test_neighbouring_positions_seeds_and_ids_are_independent() -> None:
     params = SamplingParams(temperature=2.0)
     table = np.zeros((3, 3, 3))
     logits = np.zeros(3, np.float32)
-    for step in range(4000):
+    for step in range(2500):
         here = next_token(logits, params, TokenContext(), step)
         ahead = next_token(logits, params, TokenContext(), step + 1)
         beside = next_token(logits, SamplingParams(temperature=2.0, seed=1), TokenContext(), step)

@@ -43,7 +43,7 @@ class ExecutedStep:
 
 
 class StepExecutor:
-    """The engine's thread side. KV for each planned row is reserved before `run`, and committed or rolled back in it."""
+    """The engine's thread side. KV of planned rows is reserved before `run`, and committed or rolled back in it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
