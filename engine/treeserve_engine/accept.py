@@ -138,6 +138,8 @@ def accept(
     """
     if tree.token_ids[0] != sampler.last_token_id:
         raise ValueError(f"the root is {tree.token_ids[0]}, the last committed token {sampler.last_token_id}")
+    if sampler.finish_reason is not None:
+        raise RuntimeError("the generation has ended")
     node: int | None = 0
     accepted_nodes: list[int] = []
     token_ids: list[int] = []

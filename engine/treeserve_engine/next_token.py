@@ -123,7 +123,10 @@ def _largest(values: FloatArray, k: int) -> IdArray:
 
 
 def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
-    """How many of the most probable tokens it takes to reach top_p of their total probability."""
+    """How many of the most probable tokens it takes to reach top_p of their total probability.
+
+    The one place where a choice rests on the library's exp: everything else that decides is correctly rounded IEEE.
+    """
     best = float(values.max())
     total = sum(float(_weights(block, best, temperature).sum()) for _, block in _blocks(values))
     # Tokens with less than (1 - top_p) / n of the total make up less than 1 - top_p together, so the nucleus ends

@@ -132,5 +132,5 @@ class TestNegativeControls:
 
     def test_an_ignored_penalty_is_rejected(self) -> None:
         draw = draw_with({"temperature": 1.0}, TokenContext())
-        expected = distribution(SamplingParams(temperature=1.0, repetition_penalty=1.4), TokenContext([0, 1, 2]))
+        expected = distribution(SamplingParams(temperature=1.0, repetition_penalty=2.0), TokenContext([0, 1, 2]))
         assert p_value(expected, seeds_and_positions("both"), draw) < REJECT

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 CORPUS = (
-    "the quick brown fox jumps over the lazy dog",
+    "the quick quick quick quick brown fox jumps over the lazy dog",
     "one two three four five 1 22 333 4444",
     "aab aab aab stop stop end end",
     "naïve café — 東京 東京 🙂 🙂 🙂",

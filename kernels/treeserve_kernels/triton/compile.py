@@ -46,7 +46,7 @@ class Variant:
     kernel: Any
     types: Mapping[str, str]
     constants: Mapping[str, int | str]
-    options: Mapping[str, int]
+    options: Mapping[str, int | bool]
     label: str
 
     def source(self) -> ASTSource:
@@ -133,16 +133,17 @@ def _merge(dtype: str, head_dim: int) -> Variant:
     types = {"split_out_ptr": "*fp32", "split_lse_ptr": "*fp32", "out_ptr": _POINTERS[dtype]}
     head_block = triton.next_power_of_2(head_dim)
     constants = {"head_dim": head_dim, "head_block": head_block, "tile_rows": tree_attention.MERGE_ROWS}
-    return Variant(tree_attention.merge_kernel, types, constants, {}, f"{dtype} head_dim={head_dim}")
+    return Variant(tree_attention.merge_kernel, types, constants, {"enable_fp_fusion": True}, f"{dtype} head_dim={head_dim}")
 
 
 def _kv(dtype: str) -> Iterator[Variant]:
     pointer = _POINTERS[dtype]
     types = {"cache": pointer, "values": pointer, "slots": "*i64"}
-    yield Variant(kv.write_kernel, types, {"width_block": KV_WIDTH}, {}, f"{dtype} width={KV_WIDTH}")
+    copies = {"enable_fp_fusion": False}
+    yield Variant(kv.write_kernel, types, {"width_block": KV_WIDTH}, copies, f"{dtype} width={KV_WIDTH}")
     types = {"cache": pointer, "src": "*i64", "dst": "*i64"}
     tile = {"moves_per_tile": kv.MOVES_PER_TILE, "move_width": kv.MOVE_WIDTH}
-    yield Variant(kv.move_kernel, types, tile, {}, f"{dtype} tile={kv.MOVES_PER_TILE}x{kv.MOVE_WIDTH}")
+    yield Variant(kv.move_kernel, types, tile, copies, f"{dtype} tile={kv.MOVES_PER_TILE}x{kv.MOVE_WIDTH}")
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -54,7 +54,8 @@ def write_kv_triton(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tens
     if len(slots) == 0:
         return
     width = cache[0].numel()
-    write_kernel[(len(slots),)](cache, slots, values.contiguous(), width, triton.next_power_of_2(width))
+    width_block = triton.next_power_of_2(width)
+    write_kernel[(len(slots),)](cache, slots, values.contiguous(), width, width_block, enable_fp_fusion=False)
 
 
 def move_kv_triton(cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -72,7 +73,8 @@ def move_kv_triton(cache: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) ->
     if len(src) == 0:
         return
     width = cache[0].numel()
-    move_kernel[(triton.cdiv(width, MOVE_WIDTH),)](cache, src, dst, len(src), width, MOVES_PER_TILE, MOVE_WIDTH)
+    grid = (triton.cdiv(width, MOVE_WIDTH),)
+    move_kernel[grid](cache, src, dst, len(src), width, MOVES_PER_TILE, MOVE_WIDTH, enable_fp_fusion=False)
 
 
 def _check(cache: torch.Tensor) -> None:

@@ -284,8 +284,9 @@ def tree_attention_triton(
     if is_split:
         num_rows = num_queries * num_heads
         merge_kernel[(triton.cdiv(num_rows, MERGE_ROWS),)](
-            split_out, split_lse, out, plan.num_splits, num_rows, head_dim, head_block, MERGE_ROWS
-        )
+            split_out, split_lse, out, plan.num_splits, num_rows, head_dim, head_block, MERGE_ROWS,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 

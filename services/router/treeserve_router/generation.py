@@ -107,9 +107,8 @@ class Generation:
                 for chunk in self._show(tokens):
                     yield chunk
                 reason = FinishReason.STOP if self._visible.stopped is not None else self._settle(outcome)
-            chunk = self._visible.flush()
-            if chunk is not None:
-                yield chunk
+            if (rest := self._visible.flush()) is not None:
+                yield rest
             yield self._finished(reason)
         finally:
             self._withdraw()

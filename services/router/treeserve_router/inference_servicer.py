@@ -40,13 +40,13 @@ class InferenceServicer(InferenceServiceServicer):
         except Exception as error:
             await abort(context, error)
 
-    async def ListModels(  # type: ignore[override]  # noqa: N802
+    async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: _Context
     ) -> pb.ListModelsResponse:
         """List what can be served now."""
         return pb.ListModelsResponse(models=[_model_to_proto(model) for model in self._router.models()])
 
-    async def GetModel(  # type: ignore[override]  # noqa: N802
+    async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: _Context
     ) -> pb.GetModelResponse:
         """Describe one model."""

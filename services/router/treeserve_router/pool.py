@@ -52,7 +52,8 @@ class VerifierPool:
         """Keep links to exactly these addresses. A link that is no longer wanted ends with its last sequence."""
         wanted = set(addresses)
         for address in sorted(wanted - self._links.keys()):
-            self._links[address] = self._retiring.pop(address, None) or self._start(address)
+            retiring = self._retiring.pop(address, None)
+            self._links[address] = self._start(address) if retiring is None else retiring
         for address in self._links.keys() - wanted:
             self._retiring[address] = self._links.pop(address)
         self._changed()

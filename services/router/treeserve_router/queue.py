@@ -95,10 +95,8 @@ class RequestQueue:
 
     def age_s(self, service_class: ServiceClass) -> float:
         """How long the oldest ticket of a class has waited; 0 if none waits."""
-        came = [
-            next(iter(lane[service_class].values())) for lane in (self._replays, self._bands) if lane[service_class]
-        ]
-        return self._clock() - min(came) if came else 0.0
+        waiting = (*self._replays[service_class].values(), *self._bands[service_class].values())
+        return self._clock() - min(waiting) if waiting else 0.0
 
     def _check_bounds(self, ticket: Ticket) -> None:
         if len(self) >= self._max_requests:

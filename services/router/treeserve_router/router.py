@@ -132,14 +132,12 @@ class Router:
     async def _max_context_tokens(self, deadline: float | None) -> int:
         """The context window; waits for the first verifier, which alone knows it."""
         if self._pool.max_context_tokens == 0:
-            until = self._clock() + self._verifier_wait_s
-            if deadline is not None and deadline < until:
-                async with asyncio.timeout_at(deadline):
+            patience = self._clock() + self._verifier_wait_s
+            try:
+                async with asyncio.timeout_at(patience if deadline is None else min(patience, deadline)):
                     await self._pool.wait_serving()
-            else:
-                try:
-                    async with asyncio.timeout_at(until):
-                        await self._pool.wait_serving()
-                except TimeoutError:
-                    raise UnavailableError("no verifier is connected") from None
+            except TimeoutError:
+                if deadline is not None and deadline <= patience:
+                    raise TimeoutError("the request's deadline passed") from None
+                raise UnavailableError("no verifier is connected") from None
         return self._pool.max_context_tokens

@@ -108,16 +108,15 @@ class RedisStore:
         """The session's record, if there is one and the server answers within the time limit."""
         if not self._is_up:
             return None
-        fields = await self._soft(
-            lambda: cast("Awaitable[dict[str, str]]", self._redis.hgetall(_session_key(session_id)))
-        )
+        key = _session_key(session_id)
+        fields = await self._soft(lambda: cast("Awaitable[dict[str, str]]", self._redis.hgetall(key)))
         return _record(fields) if fields else None
 
     def remember_session(self, session_id: str, verifier_id: str, committed_len: int) -> None:
         """Write the session's record in the background; dropped while the server is down."""
         if not self._is_up:
             return
-        arguments = [verifier_id, committed_len, self._session_ttl_ms]
+        arguments: list[str | int] = [verifier_id, committed_len, self._session_ttl_ms]
         call = self._soft(lambda: self._remember(keys=[_session_key(session_id)], args=arguments))
         task = asyncio.create_task(_finish(call))
         self._writes.add(task)

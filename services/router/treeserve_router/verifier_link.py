@@ -116,9 +116,7 @@ class VerifierLink:
         call = VerifierServiceStub(channel).Decode()
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await call.write(pb.DecodeRequest(hello=self._hello))
-            frame = await call.read()
-        if frame is grpc.aio.EOF:
-            raise UnavailableError("the verifier closed the stream before its welcome")
+            frame = await _read_frame(call)
         if frame.WhichOneof("frame") != "welcome":
             raise HandshakeError("the verifier's first frame is no welcome")
         self._check(frame.welcome)
@@ -247,9 +245,7 @@ class DecodeStream:
 
     async def _read(self) -> None:
         while True:
-            frame = await self._call.read()
-            if frame is grpc.aio.EOF:
-                raise UnavailableError("the verifier closed the stream")
+            frame = await _read_frame(self._call)
             match frame.WhichOneof("frame"):
                 case "tokens":
                     for entry in frame.tokens.sequences:
@@ -332,6 +328,13 @@ class DecodeStream:
             self._last_handle = (self._last_handle + 1) % 2**32
             if self._last_handle not in self._tickets:
                 return self._last_handle
+
+
+async def _read_frame(call: _Call) -> pb.DecodeResponse:
+    frame = await call.read()
+    if not isinstance(frame, pb.DecodeResponse):
+        raise UnavailableError("the verifier closed the stream")
+    return frame
 
 
 def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:

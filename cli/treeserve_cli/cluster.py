@@ -1,0 +1,134 @@
+"""The whole of treeserve on one machine: an embedded Valkey, verifiers, speculators and a router as child processes."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from treeserve_cli.layout import ROLES, ClusterConfig, Layout, process_specs
+from treeserve_cli.supervisor import Child, RestartPolicy, Supervisor
+from treeserve_client import Client, TreeserveClientError
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.1
+_PROBE_TIMEOUT_S = 2.0
+_LOG_TAIL_CHARS = 2000
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not be brought up; the message says why."""
+
+
+class LocalCluster:
+    """A cluster of local processes: ``with LocalCluster(config) as cluster`` starts it, waits until it serves, stops it.
+
+    Args:
+        report: told in one line each what happens, from several threads.
+
+    Attributes:
+        grpc_address, http_address: the router's, "host:port".
+        run_dir: holds a log for each process, ``<role>-<index>.log``. A temporary one goes away with a cluster in
+            which nothing crashed.
+    """
+
+    def __init__(self, config: ClusterConfig, report: Callable[[str], None] = lambda _line: None) -> None:
+        self.config = config
+        self.grpc_address = f"{_HOST}:{config.grpc_port or _free_port()}"
+        self.http_address = f"{_HOST}:{config.http_port or _free_port()}"
+        self.run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="treeserve-"))
+        self._report = report
+        self._supervisor: Supervisor | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def processes(self) -> Mapping[str, tuple[Child, ...]]:
+        """The children by role: valkey, verifier, speculator, router. Empty before `start`."""
+        children = self._supervisor.children if self._supervisor is not None else ()
+        return {role: tuple(child for child in children if child.spec.role == role) for role in ROLES}
+
+    def kill(self, role: str, index: int = 0) -> None:
+        """SIGKILL one process; it is restarted unless the configuration says otherwise."""
+        self.processes[role][index].kill()
+
+    def start(self) -> None:
+        """Prepare the model, start all processes and wait until the router serves with every verifier.
+
+        Raises:
+            ClusterError: if a process exits or time runs out. Nothing is left running then.
+            InvalidArgumentError: if the model cannot be served.
+        """
+        layout = Layout(self.run_dir, self._prepare_model(), self.grpc_address, self.http_address)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._report(f"logs in {self.run_dir}")
+        policy = RestartPolicy(enabled=not self.config.no_restart)
+        self._supervisor = Supervisor(process_specs(self.config, layout), policy, self._report)
+        try:
+            self._supervisor.start()
+            self._wait_ready(self._supervisor.children)
+        except BaseException:
+            self._supervisor.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop router, speculators, verifiers and Valkey in this order; returns when none is left."""
+        if self._supervisor is None:
+            return
+        self._supervisor.stop()
+        if self.config.run_dir is None and all(child.exit_code is None for child in self._supervisor.children):
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _prepare_model(self) -> Path:
+        from treeserve_engine.checkpoint import prepare_checkpoint  # imports torch: only where a cluster starts
+
+        return prepare_checkpoint(self.config.model_source, self.config.cache_dir, self._report)
+
+    def _wait_ready(self, children: tuple[Child, ...]) -> None:
+        until = time.monotonic() + self.config.ready_timeout_s
+        with Client(self.grpc_address) as client, grpc.insecure_channel(self.grpc_address) as channel:
+            while not (self._serves_model(client) and _is_healthy(channel)):
+                for child in children:
+                    if child.exit_code is not None:
+                        raise ClusterError(f"{child.spec.name} exited with {child.exit_code}:\n{_tail(child.spec.log)}")
+                if time.monotonic() > until:
+                    raise ClusterError(f"not ready after {self.config.ready_timeout_s:g} s; see {self.run_dir}")
+                time.sleep(_POLL_S)
+
+    def _serves_model(self, client: Client) -> bool:
+        try:
+            models = client.list_models(deadline_s=_PROBE_TIMEOUT_S)
+        except TreeserveClientError:
+            return False
+        name, verifiers = self.config.served_name, self.config.verifiers
+        return any(model.name == name and model.verifiers >= verifiers for model in models)
+
+
+def _is_healthy(channel: grpc.Channel) -> bool:
+    request = health_pb2.HealthCheckRequest(service="")
+    try:
+        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_PROBE_TIMEOUT_S)
+    except grpc.RpcError:
+        return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_LOG_TAIL_CHARS:]
+
+
+def _free_port() -> int:
+    with socket.create_server((_HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

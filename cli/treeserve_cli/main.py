@@ -1,0 +1,145 @@
+"""The `treeserve` command: run a cluster on this machine, generate text, list models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from treeserve_cli.cluster import ClusterError, LocalCluster
+from treeserve_cli.layout import ClusterConfig
+from treeserve_client import Client, Completion, GenerateParams, TreeserveClientError
+from treeserve_core.errors import TreeserveError
+from treeserve_wire.config import ConfigError, load_config
+
+DEFAULT_ADDRESS = "localhost:50051"
+# Not the services' prefix: their variables are inherited by the processes that `up` starts.
+_UP_PREFIX = "TREESERVE_UP_"
+
+app = typer.Typer(
+    name="treeserve",
+    help="Tree-speculative LLM serving: identical tokens, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
+
+
+def _fail(message: object, code: int = 1) -> typer.Exit:
+    print(f"treeserve: {message}", file=sys.stderr)
+    return typer.Exit(code)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def up(context: typer.Context) -> None:
+    """Serve a model on this machine until Ctrl-C; `treeserve up --help` lists the options.
+
+    Prints one line `ready grpc=HOST:PORT http=HOST:PORT` on standard output once it serves.
+    """
+    try:
+        config = load_config(ClusterConfig, context.args, _up_environment(), _UP_PREFIX)
+    except ConfigError as error:
+        raise _fail(error, code=2) from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with LocalCluster(
+            config, report=lambda line: print(f"treeserve: {line}", file=sys.stderr, flush=True)
+        ) as cluster:
+            print(f"ready grpc={cluster.grpc_address} http={cluster.http_address}", flush=True)
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        return  # a second one, while stopping, ends this process and its children at once
+    except (ClusterError, TreeserveError) as error:
+        raise _fail(error) from None
+
+
+def _up_environment() -> dict[str, str]:
+    environ = dict(os.environ)
+    if "TREESERVE_CACHE" in environ:
+        environ.setdefault(f"{_UP_PREFIX}CACHE_DIR", environ["TREESERVE_CACHE"])
+    return environ
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of tokens with this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many most probable tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Generate text and stream it to standard output."""
+    params: GenerateParams = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+        "speculation": not no_speculation,
+    }
+    if chat or system is not None:
+        turns = [("system", system), ("user", prompt)]
+        params["messages"] = [{"role": role, "content": text} for role, text in turns if text is not None]
+    else:
+        params["prompt"] = prompt
+    try:
+        with Client(address) as client, client.generate(**params) as stream:
+            for chunk in stream:
+                if not as_json:
+                    print(chunk.text, end="", flush=True)
+            print(json.dumps(_summary(stream.result)) if as_json else "")
+    except TreeserveClientError as error:
+        raise _fail(error) from None
+
+
+def _summary(completion: Completion) -> dict[str, Any]:
+    usage, speculation, timing = completion.usage, completion.speculation, completion.timing
+    return {
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
+        "speculation": {
+            "steps": speculation.steps,
+            "drafted": speculation.drafted,
+            "accepted": speculation.accepted,
+            "acceptance_length": speculation.acceptance_length,
+        },
+        "timing": {"ttft_ms": timing.ttft_ms, "tpot_ms": timing.tpot_ms, "e2e_ms": timing.e2e_ms},
+    }
+
+
+@app.command()
+def models(address: Address = DEFAULT_ADDRESS) -> None:
+    """List the models that can be served now."""
+    try:
+        with Client(address) as client:
+            served = client.list_models()
+    except TreeserveClientError as error:
+        raise _fail(error) from None
+    table = Table("model", "context", "dtype", "verifiers", "vocabulary")
+    for model in served:
+        table.add_row(
+            model.name, str(model.max_context_tokens), model.dtype, str(model.verifiers), str(model.vocab_size)
+        )
+    Console().print(table)

@@ -1,0 +1,5 @@
+"""`python -m treeserve_router`."""
+
+from treeserve_router.main import main
+
+main()

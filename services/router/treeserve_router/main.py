@@ -1,0 +1,171 @@
+"""Builds a router from its configuration and runs it until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import uvloop
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from treeserve.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from treeserve_core.errors import TreeserveError
+from treeserve_core.identity import ModelIdentity
+from treeserve_router.admission import Admission
+from treeserve_router.config import RouterConfig
+from treeserve_router.dispatcher import Dispatcher
+from treeserve_router.generation import GenerationParts
+from treeserve_router.http_app import HttpParts, HttpServer, build_app
+from treeserve_router.inference_servicer import SERVICE_NAME, InferenceServicer
+from treeserve_router.metrics import RouterMetrics
+from treeserve_router.pool import VerifierPool
+from treeserve_router.queue import RequestQueue
+from treeserve_router.router import Router
+from treeserve_router.store import NoStore, RedisStore
+from treeserve_router.verifier_link import VerifierLink
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_wire.config import ConfigError, load_config
+from treeserve_wire.discovery import PeerWatch
+from treeserve_wire.server import ServiceServer
+from treeserve_wire.telemetry import setup_logging, setup_tracing
+
+# Long-lived clients reconnect this often, so that they find new replicas.
+_MAX_CONNECTION_AGE_MS = 300_000
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a router listens; `http` is empty if it is off."""
+
+    grpc: str
+    http: str
+
+
+class RouterProcess:
+    """One running router. Built inside the event loop."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, tracer: Tracer, registry: CollectorRegistry) -> None:
+        clock = asyncio.get_running_loop().time
+        metrics = RouterMetrics(registry)
+        queue = RequestQueue(config.max_queued_requests, config.max_queued_tokens, clock)
+        self._config = config
+        self._pool = VerifierPool(_link_maker(config, tokenizer))
+        self._dispatcher = Dispatcher(queue, self._pool, config.verifier_wait_s, clock)
+        self._store = (
+            RedisStore(config.redis_url, config.session_ttl_s, metrics.redis_s.observe) if config.redis_url else None
+        )
+        router = Router(
+            Admission(tokenizer, config.model_name),
+            self._pool,
+            GenerationParts(self._dispatcher, tokenizer, metrics, config.max_replays),
+            self._store or NoStore(),
+            tracer,
+            verifier_wait_s=config.verifier_wait_s,
+            clock=clock,
+        )
+        self._server = ServiceServer(
+            config.listen, SERVICE_NAME, reflection=config.reflection, max_connection_age_ms=_MAX_CONNECTION_AGE_MS
+        )
+        add_InferenceServiceServicer_to_server(InferenceServicer(router, config.model_name), self._server.grpc)
+        app = build_app(HttpParts(router, tokenizer, config.model_name, registry))
+        self._http = HttpServer(app, config.http_listen, config.drain_s) if config.http_listen else None
+        self._pool_changed = asyncio.Event()
+        self._pool.subscribe(self._pool_changed.set)
+        metrics.watch(queue, lambda: len(self._pool.states()))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Addresses]:
+        """Serve inside the context; leaving it lets running streams end within `drain_s`.
+
+        Raises:
+            OSError, RuntimeError: if an address cannot be bound.
+            ExceptionGroup: if something in the background fails.
+        """
+        async with asyncio.TaskGroup() as background:
+            tasks = [background.create_task(work) for work in self._background()]
+            grpc_address = await self._server.start(serving=False)
+            http_address = await self._http.start() if self._http is not None else ""
+            try:
+                yield Addresses(grpc_address, http_address)
+            finally:
+                await self._drain()
+                for task in tasks:
+                    task.cancel()
+
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        work = [
+            self._dispatcher.run(),
+            self._report_health(),
+            PeerWatch(self._config.verifiers).run(self._pool.update),
+        ]
+        if self._store is not None:
+            work.append(self._store.run_heartbeat(self._leases))
+        return work
+
+    async def _report_health(self) -> None:
+        """SERVING while at least one verifier can take work."""
+        while True:
+            await self._pool_changed.wait()
+            self._pool_changed.clear()
+            await self._server.set_serving(self._pool.is_serving)
+
+    def _leases(self) -> dict[str, str]:
+        return {state.verifier_id: state.address for state in self._pool.states()}
+
+    async def _drain(self) -> None:
+        """Refuse new requests, let running ones end, then let go of verifiers and store."""
+        http_drain = [self._http.drain()] if self._http is not None else []
+        await asyncio.gather(self._server.drain(self._config.drain_s), *http_drain)
+        await self._pool.close()
+        if self._store is not None:
+            await self._store.close()
+
+
+def _link_maker(config: RouterConfig, tokenizer: Tokenizer) -> Callable[[str, Callable[[], None]], VerifierLink]:
+    identity = ModelIdentity(
+        name=config.model_name,
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        padded_vocab_size=tokenizer.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+    def make_link(address: str, on_change: Callable[[], None]) -> VerifierLink:
+        return VerifierLink(address, identity, config.router_id, config.token_credit, on_change)
+
+    return make_link
+
+
+async def run(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    setup_logging("router", config.log_level)
+    tracer = setup_tracing("treeserve-router", config.otlp_endpoint)
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.model_folder)
+    async with RouterProcess(config, tokenizer, tracer, registry).running() as addresses:
+        _log.info("serving", grpc=addresses.grpc, http=addresses.http, verifiers=config.verifiers)
+        await stop.wait()
+        _log.info("draining")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m treeserve_router`."""
+    try:
+        config = load_config(RouterConfig, argv)
+        uvloop.run(run(config))
+    except (ConfigError, TreeserveError) as error:
+        sys.exit(f"treeserve_router: {error}")

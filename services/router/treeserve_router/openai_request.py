@@ -1,0 +1,206 @@
+"""The OpenAI-compatible requests: what is understood, what is refused, and the ask they stand for.
+
+Whatever is not listed here is refused by name: a parameter that is silently ignored gives wrong output.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
+from treeserve_router.admission import OPEN_ENDED, Ask
+
+# The completions API's own default; the chat API's is what the context window leaves.
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(_Strict):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class Speculation(_Strict):
+    """Extension: the request's speculation switch and bound."""
+
+    enabled: bool = True
+    max_nodes: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
+class GenerationOptions(_Strict):
+    """What both endpoints share. Fields after `user` are extensions."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Literal[1] = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] = []
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    user: str = ""  # a label by its definition: it changes nothing
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    session_id: str = ""
+    service_class: Literal["realtime", "interactive", "standard", "batch"] = "standard"
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    speculation: Speculation = Speculation()
+
+    @classmethod
+    def from_json(cls, body: object) -> Self:
+        """Read a request from decoded JSON; a null stands for an absent parameter, as clients mean it.
+
+        Raises:
+            InvalidArgumentError: naming the first parameter that is unknown or of the wrong type.
+        """
+        if not isinstance(body, dict):
+            raise InvalidArgumentError("body", "must be a JSON object")
+        try:
+            return cls.model_validate({key: value for key, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise _invalid_argument(error.errors()[0]) from None
+
+    def _sampling(self, top_log_probs: int | None) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias={_bias_id(token_id): bias for token_id, bias in self.logit_bias.items()},
+            seed=self.seed or 0,
+            top_log_probs=top_log_probs,
+        )
+
+    def _stopping(self, max_tokens: int) -> StoppingCriteria:
+        return StoppingCriteria(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def _limits(self) -> SequenceLimits:
+        max_nodes = (self.speculation.max_nodes or None) if self.speculation.enabled else 0
+        return SequenceLimits(
+            service_class=ServiceClass[self.service_class.upper()],
+            max_nodes=max_nodes,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+        )
+
+
+class CompletionRequest(GenerationOptions):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str]
+    max_tokens: int = _DEFAULT_COMPLETION_TOKENS
+    logprobs: int | None = None
+    echo: Literal[False] = False
+    best_of: Literal[1] = 1
+
+    def to_ask(self, traceparent: str) -> Ask:
+        """The ask it stands for. Raises InvalidArgumentError for a value outside its limits."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and any(isinstance(part, str) for part in prompt):
+            if len(prompt) != 1:
+                raise InvalidArgumentError("prompt", "several prompts in one request are not supported")
+            prompt = str(prompt[0])
+        return Ask(
+            sampling=self._sampling(self.logprobs),
+            stopping=self._stopping(self.max_tokens),
+            limits=self._limits(),
+            model=self.model,
+            prompt=prompt if isinstance(prompt, str) else None,
+            token_ids=None
+            if isinstance(prompt, str)
+            else [token_id for token_id in prompt if isinstance(token_id, int)],
+            session_id=self.session_id,
+            seed_given=self.seed is not None,
+            traceparent=traceparent,
+        )
+
+
+class TextPart(_Strict):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ResponseFormat(_Strict):
+    """Only plain text."""
+
+    type: Literal["text"] = "text"
+
+
+class ChatCompletionRequest(GenerationOptions):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat = ResponseFormat()
+
+    def to_ask(self, traceparent: str) -> Ask:
+        """The ask it stands for. Raises InvalidArgumentError for a value outside its limits."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgumentError("top_logprobs", "requires logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidArgumentError("max_tokens", "contradicts max_completion_tokens")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return Ask(
+            sampling=self._sampling((self.top_logprobs or 0) if self.logprobs else None),
+            stopping=self._stopping(OPEN_ENDED if max_tokens is None else max_tokens),
+            limits=self._limits(),
+            model=self.model,
+            messages=[{"role": message.role, "content": message.text} for message in self.messages],
+            session_id=self.session_id,
+            seed_given=self.seed is not None,
+            traceparent=traceparent,
+        )
+
+
+def _invalid_argument(first: Any) -> InvalidArgumentError:
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidArgumentError(name, "is not supported")
+    return InvalidArgumentError(name, first["msg"])
+
+
+def _bias_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise InvalidArgumentError("logit_bias", f"{text!r} is not a token id")
+    return int(text)
