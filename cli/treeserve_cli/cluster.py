@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import socket
 import tempfile
@@ -27,7 +28,7 @@ class ClusterError(RuntimeError):
 
 
 class LocalCluster:
-    """A cluster of local processes: ``with LocalCluster(config) as cluster`` starts it, waits until it serves, stops it.
+    """A cluster of local processes: ``with LocalCluster(config) as cluster`` starts it and waits until it serves.
 
     Args:
         report: told in one line each what happens, from several threads.
@@ -42,7 +43,7 @@ class LocalCluster:
         self.config = config
         self.grpc_address = f"{_HOST}:{config.grpc_port or _free_port()}"
         self.http_address = f"{_HOST}:{config.http_port or _free_port()}"
-        self.run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="treeserve-"))
+        self.run_dir = config.run_dir or Path(tempfile.gettempdir()) / f"treeserve-{secrets.token_hex(4)}"
         self._report = report
         self._supervisor: Supervisor | None = None
 
@@ -71,7 +72,7 @@ class LocalCluster:
             InvalidArgumentError: if the model cannot be served.
         """
         layout = Layout(self.run_dir, self._prepare_model(), self.grpc_address, self.http_address)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._report(f"logs in {self.run_dir}")
         policy = RestartPolicy(enabled=not self.config.no_restart)
         self._supervisor = Supervisor(process_specs(self.config, layout), policy, self._report)

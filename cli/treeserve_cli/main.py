@@ -34,8 +34,12 @@ app = typer.Typer(
 Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
 
 
+def _tell(message: object) -> None:
+    print(f"treeserve: {message}", file=sys.stderr, flush=True)
+
+
 def _fail(message: object, code: int = 1) -> typer.Exit:
-    print(f"treeserve: {message}", file=sys.stderr)
+    _tell(message)
     return typer.Exit(code)
 
 
@@ -49,7 +53,7 @@ def up(context: typer.Context) -> None:
     Prints one line `ready grpc=HOST:PORT http=HOST:PORT` on standard output once it serves.
     """
     try:
-        config = load_config(ClusterConfig, context.args, _up_environment(), _UP_PREFIX)
+        config = load_config(ClusterConfig, context.args, _up_environment(), _UP_PREFIX, prog="treeserve up")
     except ConfigError as error:
         raise _fail(error, code=2) from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)

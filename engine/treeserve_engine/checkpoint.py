@@ -37,10 +37,11 @@ def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], 
     if source.suffix.lower() != ".gguf":
         raise InvalidArgumentError("model", f"{source} is neither a checkpoint folder nor a .gguf file")
     target = cache_dir / f"{source.stem}-{_content_hash(source)}"
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / f".{target.name}.lock"):
-        if not target.is_dir():
-            _convert_into(target, source, progress)
+    if not target.is_dir():  # asked before locking, so that a filled cache may be read-only
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{target.name}.lock"):
+            if not target.is_dir():
+                _convert_into(target, source, progress)
     return _checked(target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizer_folders import byte_level_bpe, write_folder
 
@@ -59,6 +59,7 @@ def _generations(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
     return words, modes, stops
 
 
+@settings(deadline=None)
 @given(generation=_generations(), chunk=st.integers(1, 9), special_at=st.integers(0, 40))
 def test_every_generation_matches_the_definition_in_any_chunks(
     tokenizer: Tokenizer, generation: tuple[list[str], list[str], list[str]], chunk: int, special_at: int

@@ -192,6 +192,13 @@ def test_a_damaged_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
         prepare_checkpoint(tmp_path / "bad.gguf", tmp_path / "cache", _silent)
 
 
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", BACKEND, random_tensors(ROWS))
+    source.write_bytes(source.read_bytes()[:-1000])
+    with pytest.raises(InvalidArgumentError, match="not a readable GGUF"):
+        prepare_checkpoint(source, tmp_path / "cache", _silent)
+
+
 # --- the cache ---
 
 

@@ -117,7 +117,8 @@ def test_help_shows_fields_and_defaults(capsys: pytest.CaptureFixture[str]) -> N
         load_config(_Config, ["--help"], {})
     text = capsys.readouterr().out
     assert "where the model lies (required)" in text
-    assert "(default: '127.0.0.1:1')" in text
+    assert "(default: 127.0.0.1:1)" in text
+    assert "(default: none)" in text
 
 
 def test_an_unsupported_field_type_is_a_programming_error() -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizer_folders import byte_level_bpe, sentencepiece_bpe, write_folder
 
@@ -37,12 +37,14 @@ def _cut(ids: Sequence[int], cuts: set[int]) -> list[Sequence[int]]:
 _CUTS = st.sets(st.integers(0, 60))
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 320), max_size=60), cuts=_CUTS)
 def test_any_ids_in_any_chunks_give_the_decoded_text(byte_level: Tokenizer, ids: list[int], cuts: set[int]) -> None:
     """Random ids: invalid UTF-8, special and unknown ids included."""
     assert "".join(_stream(byte_level, _cut(ids, cuts))) == byte_level.decode(ids)
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet="ab hé東🙂", max_size=30), cuts=_CUTS)
 def test_sentencepiece_in_any_chunks_gives_the_decoded_text(
     sentencepiece: Tokenizer, text: str, cuts: set[int]

@@ -28,6 +28,7 @@ def load_config(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] = os.environ,
     prefix: str = "TREESERVE_",
+    prog: str | None = None,
 ) -> T:
     """Build `cls`: its defaults < ``--config FILE.yaml`` < environment ``<prefix><FIELD>`` < flags ``--field-name``.
 
@@ -36,6 +37,7 @@ def load_config(
 
     Args:
         argv: arguments without the program's name; None takes those of the process.
+        prog: the program's name in help and errors.
 
     Raises:
         ConfigError: for an unknown key, a value of the wrong type, a missing required field, or a value that the
@@ -43,7 +45,7 @@ def load_config(
         SystemExit: for ``--help`` and for arguments that argparse refuses.
     """
     fields = _fields(cls)
-    flags = vars(_parser(cls, fields).parse_args(argv))
+    flags = vars(_parser(cls, prog).parse_args(argv))
     file = flags.pop("config") or environ.get(f"{prefix}CONFIG")
     values = _from_file(Path(file), fields) if file else {}
     for name, convert in fields.items():
@@ -142,21 +144,25 @@ def _from_file(path: Path, fields: Mapping[str, Callable[[Any], Any]]) -> dict[s
     return {name: _converted(fields[name], value, f"{path}: {name}") for name, value in content.items()}
 
 
-def _parser(cls: type[Any], fields: Mapping[str, Callable[[Any], Any]]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(cls.__doc__ or "").partition("\n")[0], allow_abbrev=False)
+def _parser(cls: type[Any], prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a YAML file")
     hints = get_type_hints(cls)
     for field in _dataclass_fields(cls):
-        default = "required" if _is_required(field) else f"default: {_default(field)!r}"
         extra: dict[str, Any] = {"metavar": field.name.upper()}
         if hints[field.name] is bool:  # --flag alone means true
             extra |= {"nargs": "?", "const": "true"}
         elif hints[field.name] == tuple[str, ...]:
             extra["action"] = "append"
-        help_text = f"{field.metadata.get('help', '')} ({default})".replace("%", "%%").strip()
+        help_text = f"{field.metadata.get('help', '')} ({_default_text(field)})".replace("%", "%%").strip()
         parser.add_argument(_flag(field.name), dest=field.name, help=help_text, **extra)
     return parser
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if _is_required(field):
+        return "required"
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if default is None or default in ("", ()):
+        return "default: none"
+    return f"default: {','.join(default) if isinstance(default, tuple) else default}"
