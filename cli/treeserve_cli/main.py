@@ -56,7 +56,8 @@ def up(context: typer.Context) -> None:
         config = load_config(ClusterConfig, context.args, _up_environment(), _UP_PREFIX, prog="treeserve up")
     except ConfigError as error:
         raise _fail(error, code=2) from None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
+        signal.signal(signum, signal.default_int_handler)
     try:
         with LocalCluster(
             config, report=lambda line: print(f"treeserve: {line}", file=sys.stderr, flush=True)

@@ -85,7 +85,9 @@ def random_inputs(
     blocks = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     tables = torch.full((len(sequences), max(needed)), -1, dtype=torch.int32)
     used = torch.zeros(num_blocks * block_size, dtype=torch.bool)
-    for table, count, own, sequence in zip(tables, needed, blocks.split([*needed, 2]), sequences, strict=False):
+    first = 0
+    for table, count, sequence in zip(tables, needed, sequences, strict=True):
+        own, first = blocks[first : first + count], first + count
         table[:count] = own
         slots = (own.long()[:, None] * block_size + torch.arange(block_size)).flatten()
         used[slots[: sequence.num_positions]] = True

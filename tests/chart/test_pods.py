@@ -8,6 +8,8 @@ import pytest
 import yaml
 from chart_manifests import ROLES, Manifest, container, of_kind, pods, selects
 
+from treeserve_wire.server import LIVENESS
+
 # Volumes that the restricted pod security standard allows.
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
 RESTRICTED_VOLUMES |= {"secret", "name"}
@@ -80,8 +82,9 @@ def test_every_port_that_is_named_exists(manifests):
 def test_probes_ask_the_grpc_port_and_leave_time_to_start(manifests):
     for role, deployment in of_kind(manifests, "Deployment").items():
         ports = {port["name"]: port["containerPort"] for port in container(deployment)["ports"]}
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container(deployment)[probe]["grpc"]["port"] == ports["grpc"], role
+        for probe, service in (("startupProbe", LIVENESS), ("readinessProbe", None), ("livenessProbe", LIVENESS)):
+            grpc = container(deployment)[probe]["grpc"]
+            assert (grpc["port"], grpc.get("service")) == (ports["grpc"], service), (role, probe)
         startup = container(deployment)["startupProbe"]
         budget = startup["periodSeconds"] * startup["failureThreshold"]
         assert budget >= (600 if role == "verifier" else 60)

@@ -94,14 +94,20 @@ class Stream:
 class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(self) -> None:
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self._opened: list[Stream] = []
 
     async def Draft(self, requests: Any, context: Any) -> None:
         first = await context.read()
         stream = Stream(context, first.hello)
+        self._opened.append(stream)
         await self.streams.put(stream)
         await stream.ended.wait()
         if stream.refusal is not None:
             await abort(context, stream.refusal)
+
+    def end_all(self) -> None:
+        for stream in self._opened:
+            stream.end()
 
     async def next_stream(self, timeout_s: float = TIMEOUT_S) -> Stream:
         return await asyncio.wait_for(self.streams.get(), timeout_s)
@@ -187,7 +193,7 @@ StartSpeculator = Callable[..., Speculator]
 
 
 @pytest.fixture
-async def start(address: str) -> AsyncIterator[StartSpeculator]:
+async def start(verifier: FakeVerifier, address: str) -> AsyncIterator[StartSpeculator]:
     started: list[Speculator] = []
 
     def start(*sources: DraftSource, **options: Any) -> Speculator:
@@ -195,6 +201,9 @@ async def start(address: str) -> AsyncIterator[StartSpeculator]:
         return started[-1]
 
     yield start
+    for speculator in started:
+        speculator.client.stop()
+    verifier.end_all()
     for speculator in started:
         await speculator.stop()
 
@@ -503,6 +512,7 @@ async def test_real_sources_send_valid_trees_over_a_long_life(verifier: FakeVeri
 
 
 def _write_target(folder: Path) -> None:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     vocab = {chr(97 + i): i for i in range(26)} | {"</s>": 26}
     tokenizer = {
         "version": "1.0",
@@ -512,8 +522,8 @@ def _write_target(folder: Path) -> None:
                 "lstrip": False, "rstrip": False, "normalized": False,
             }
         ],
-        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None, "truncation": None,
-        "padding": None,
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "truncation": None, "padding": None,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }  # fmt: skip
     folder.mkdir()

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
 from treeserve_wire.channel import MAX_MESSAGE_BYTES, open_channel
-from treeserve_wire.server import ServiceServer
+from treeserve_wire.server import LIVENESS, ServiceServer
 
 SERVICE = "treeserve.inference.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -55,6 +55,7 @@ async def test_health_of_the_service_and_of_the_process(server: ServiceServer) -
     address = await server.start(serving=False)
     async with open_channel(address) as channel:
         assert [await check(channel, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
+        assert await check(channel, LIVENESS) == SERVING  # not ready, yet no reason to start it again
         await server.set_serving(True)
         assert [await check(channel, name) for name in ("", SERVICE)] == [SERVING, SERVING]
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from treeserve_kernels.kv import move_kv, write_kv
 
 
@@ -27,12 +28,13 @@ def test_write_equals_twin(interpreter, dtype, width):
 def _move(src, dst, width):
     from treeserve_kernels.triton.kv import move_kv_triton
 
+    src, dst = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
     cache = torch.randn(120, *width)
     expected = cache.clone()
     expected[dst] = cache[src]  # what a copy that reads everything first would leave
     twin = cache.clone()
-    move_kv(twin, torch.tensor(src), torch.tensor(dst))
-    move_kv_triton(cache, torch.tensor(src), torch.tensor(dst))
+    move_kv(twin, src, dst)
+    move_kv_triton(cache, src, dst)
     assert torch.equal(cache, expected)
     assert torch.equal(cache, twin)
 

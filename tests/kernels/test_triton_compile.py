@@ -20,9 +20,8 @@ def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compile")
     file = folder / "reports.json"
     # A cache of its own, so that the kernels are compiled and not remembered.
-    done = _compile(
-        *"--arch 80 90 --dtype bfloat16 --head-dim 64 --json".split(), str(file), TRITON_CACHE_DIR=str(folder / "cache")
-    )
+    chosen = ["--arch", "80", "90", "--dtype", "bfloat16", "--head-dim", "64"]
+    done = _compile(*chosen, "--json", str(file), TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text())["kernels"]
 

@@ -8,6 +8,10 @@ from grpc_reflection.v1alpha import reflection
 
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
 
+# Health is SERVING under this name for as long as the process works, whether or not it has anything to serve with:
+# a router without verifiers is not ready, but starting it again would not help.
+LIVENESS = "live"
+
 # A connection past its age is told to leave; its calls may run on for this long, longer than any generation.
 _AGE_GRACE_MS = 3_600_000
 
@@ -28,7 +32,8 @@ class ServiceServer:
     """A plaintext `grpc.aio` server on "host:port" (port 0 picks one) or "unix:/path". Build it inside the event loop.
 
     Args:
-        service_name: full name, for example ``treeserve.verifier.v1.VerifierService``; health is kept under it and "".
+        service_name: full name, for example ``treeserve.verifier.v1.VerifierService``; health is kept under it and "",
+            and that of the process itself under `LIVENESS`.
         reflection: serve the reflection API.
         max_connection_age_ms: ask clients to reconnect after this time, so that they find new replicas. Only for
             services of short calls: a stream that outlives the age by an hour is cut.
@@ -65,6 +70,7 @@ class ServiceServer:
         Raises:
             RuntimeError: if the address cannot be bound.
         """
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(serving)
         port = self.grpc.add_insecure_port(self._address)
         await self.grpc.start()

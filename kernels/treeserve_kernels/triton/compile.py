@@ -1,6 +1,6 @@
 """Compiles every kernel variant ahead of time, without a GPU, and reports what each one costs.
 
-    python -m treeserve_kernels.triton.compile [--arch 80 90 100] [--dtype bfloat16 ...] [--head-dim 64 ...] [--json FILE]
+    python -m treeserve_kernels.triton.compile [--arch 80 90] [--dtype bfloat16] [--head-dim 64 128] [--json FILE]
 
 A variant that does not compile ends the run with its error. Registers and stack come from the cubin itself; a kernel
 keeps nothing on the stack but what did not fit in registers.
@@ -133,7 +133,9 @@ def _merge(dtype: str, head_dim: int) -> Variant:
     types = {"split_out_ptr": "*fp32", "split_lse_ptr": "*fp32", "out_ptr": _POINTERS[dtype]}
     head_block = triton.next_power_of_2(head_dim)
     constants = {"head_dim": head_dim, "head_block": head_block, "tile_rows": tree_attention.MERGE_ROWS}
-    return Variant(tree_attention.merge_kernel, types, constants, {"enable_fp_fusion": True}, f"{dtype} head_dim={head_dim}")
+    return Variant(
+        tree_attention.merge_kernel, types, constants, {"enable_fp_fusion": True}, f"{dtype} head_dim={head_dim}"
+    )
 
 
 def _kv(dtype: str) -> Iterator[Variant]:

@@ -7,7 +7,8 @@ holds the end of the prefix also attends to the tree, and a second kernel merges
 
 The order in which a row's keys are summed depends on its own sequence alone: splits and KV tiles start at fixed
 positions of the sequence whatever else is in the batch. It does depend on where the prefix ends and which nodes lie
-beside the row, so a token's bits can differ between a decode step and a tree: this kernel is not for exact mode.
+beside the row, and the batch chooses the row tile and with it the matrix instruction. So a token's bits can differ
+between a decode step and a tree: this kernel is not for exact mode.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -174,7 +175,7 @@ def merge_kernel(
     total = tl.zeros([tile_rows], tl.float32)
     acc = tl.zeros([tile_rows, head_block], tl.float32)
     for split in range(num_splits):
-        split_rows = rows + split * num_rows.to(tl.int64)
+        split_rows = rows + split * num_rows
         lse = tl.load(split_lse_ptr + split_rows, mask=is_row, other=0.0)
         ran = mask & (lse > float("-inf"))[:, None]
         part = tl.load(split_out_ptr + split_rows[:, None] * head_dim + dims[None, :], mask=ran, other=0.0)
@@ -196,7 +197,9 @@ class LaunchPlan:
     num_splits: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, num_queries: int, group: int, meta: TreeAttentionMeta, split_positions: int) -> Self:
+    def of(
+        cls, dtype: torch.dtype, num_queries: int, group: int, meta: TreeAttentionMeta, split_positions: int
+    ) -> Self:
         """Bounds every sequence by its row of the block table; programs past a sequence's own end return at once."""
         num_sequences, table_width = meta.block_tables.shape
         rows = num_queries * group
@@ -296,6 +299,8 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, split_
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("KV caches must be contiguous")
     if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"one of float32, float16 or bfloat16 throughout, not {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+        raise ValueError(
+            f"one of float32, float16 or bfloat16 throughout, not {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+        )
     if split_positions < KV_TILE or split_positions % KV_TILE:
         raise ValueError(f"split_positions must be a multiple of {KV_TILE}, not {split_positions}")

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from treeserve_core.errors import UnavailableError
-from treeserve_router.mailbox import Ended
+from treeserve_router.mailbox import Stranded
 from treeserve_router.placement import place
 from treeserve_router.pool import VerifierPool
 from treeserve_router.queue import RequestQueue, Ticket
@@ -84,4 +83,4 @@ class Dispatcher:
         for ticket in [ticket for ticket, when in self._give_up_at.items() if when <= now]:
             del self._give_up_at[ticket]
             if not any(state.can_serve(ticket) for state in states) and self._queue.remove(ticket):
-                ticket.mailbox.put(Ended(None, error=UnavailableError("no verifier can take the request")))
+                ticket.mailbox.put(Stranded())

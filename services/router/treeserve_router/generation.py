@@ -12,7 +12,7 @@ from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_router.admission import RouterRequest
 from treeserve_router.dispatcher import Dispatcher
-from treeserve_router.mailbox import Ended, Lost, Mailbox, Placed, SequenceEvent, Superseded, Tokens
+from treeserve_router.mailbox import Ended, Lost, Mailbox, Placed, SequenceEvent, Stranded, Superseded, Tokens
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.queue import Ticket
 from treeserve_router.visible_output import TokenChunk, VisibleOutput
@@ -179,6 +179,8 @@ class Generation:
         match outcome:
             case Superseded():
                 return FinishReason.CANCELLED
+            case Stranded():
+                raise UnavailableError("no verifier can take the request")
             case Ended(reason, _, stats, error):
                 self._add(stats)
                 if isinstance(error, UnavailableError | OverloadedError):

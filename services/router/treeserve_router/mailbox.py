@@ -43,11 +43,16 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Stranded:
+    """It waited as long as is allowed while no verifier could ever serve it."""
+
+
+@dataclass(frozen=True)
 class Superseded:
     """A newer call with the same request id took over."""
 
 
-SequenceEvent = Placed | Tokens | Ended | Lost | Superseded
+SequenceEvent = Placed | Tokens | Ended | Lost | Stranded | Superseded
 
 
 class Mailbox:

@@ -90,10 +90,10 @@ class RouterProcess:
             OSError, RuntimeError: if an address cannot be bound.
             ExceptionGroup: if something in the background fails.
         """
+        grpc_address = await self._server.start(serving=False)
+        http_address = await self._http.start() if self._http is not None else ""
         async with asyncio.TaskGroup() as background:
             tasks = [background.create_task(work) for work in self._background()]
-            grpc_address = await self._server.start(serving=False)
-            http_address = await self._http.start() if self._http is not None else ""
             try:
                 yield Addresses(grpc_address, http_address)
             finally:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
-from treeserve_core.errors import HandshakeError, TreeserveError
+from treeserve_core.errors import HandshakeError, TreeserveError, UnavailableError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, DraftCall, DraftPeer
 from treeserve_speculator.drafter import Drafter, TreeLimits
@@ -19,7 +20,10 @@ from treeserve_wire.channel import open_channel
 from treeserve_wire.codec import identity_to_proto
 from treeserve_wire.status import error_from_rpc
 
+_WELCOME_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 1.0
+
+_T = TypeVar("_T")
 
 _log = structlog.get_logger(__name__)
 
@@ -71,8 +75,7 @@ class DraftClient:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             while not self._stopping.is_set():
                 wait_s = await self._attempt(stub.Draft)
-                if not self._stopping.is_set():
-                    await _wait_for(self._stopping, wait_s)
+                await self._unless_stopped(asyncio.sleep(wait_s))
 
     async def _attempt(self, open_call: Callable[[], DraftCall]) -> float:
         """Hold one stream to its end; returns the seconds to wait before the next."""
@@ -99,7 +102,9 @@ class DraftClient:
     async def _hold(self, call: DraftCall) -> None:
         try:
             await call.write(verifier_pb2.DraftRequest(hello=self._peer.hello))
-            welcome = await _read_welcome(call)
+            welcome = await self._unless_stopped(_read_welcome(call))
+            if welcome is None:
+                return
             self._failures = 0
             self._log.info("draft stream open", verifier_id=welcome.verifier_id)
             limits = TreeLimits(max_nodes=welcome.max_nodes - 1, max_depth=welcome.max_depth)
@@ -113,6 +118,16 @@ class DraftClient:
                 await asyncio.get_running_loop().run_in_executor(self._peer.executor, session.close)
         finally:
             call.cancel()
+
+    async def _unless_stopped(self, coroutine: Coroutine[Any, Any, _T]) -> _T | None:
+        """The coroutine's result; None, and the coroutine cancelled, if `stop` comes first."""
+        task, stopping = asyncio.create_task(coroutine), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopping.cancel()
 
     async def _converse(self, call: DraftCall, conversation: Conversation) -> None:
         """Read and draft side by side until the stream ends, one of them fails, or `stop`."""
@@ -136,18 +151,13 @@ class DraftClient:
 
 
 async def _read_welcome(call: DraftCall) -> verifier_pb2.DraftWelcome:
-    frame = await call.read()
+    try:
+        frame = await asyncio.wait_for(call.read(), _WELCOME_TIMEOUT_S)
+    except TimeoutError:
+        raise UnavailableError(f"no welcome within {_WELCOME_TIMEOUT_S:g} s") from None
     if not isinstance(frame, verifier_pb2.DraftResponse):
         raise TreeserveError("the verifier ended the stream before its welcome")
     if frame.WhichOneof("frame") != "welcome":
         raise HandshakeError("the verifier's first frame is no welcome")
     check_protocol(frame.welcome.protocol_version)
     return frame.welcome
-
-
-async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for the event, `timeout_s` seconds at most."""
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

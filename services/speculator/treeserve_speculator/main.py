@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.conversation import DraftPeer
@@ -24,7 +25,7 @@ from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
-from treeserve_wire.config import ConfigError, load_config
+from treeserve_wire.config import load_config
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
 
@@ -35,20 +36,22 @@ _log = structlog.get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT. Exits with a message if the configuration or a folder it names cannot be used."""
+    metrics = SpeculatorMetrics()
     try:
         config = load_config(SpeculatorConfig, argv)
-    except ConfigError as error:
+        setup_logging("speculator", config.log_level)
+        identity = read_identity(config.model_folder, config.model_name)
+        drafter = build_drafter(config, identity, metrics)
+    except (TreeserveError, ValueError, OSError) as error:
         sys.exit(f"treeserve_speculator: {error}")
-    setup_logging("speculator", config.log_level)
-    uvloop.run(serve(config))
+    uvloop.run(serve(config, identity, drafter, metrics))
 
 
-async def serve(config: SpeculatorConfig) -> None:
+async def serve(
+    config: SpeculatorConfig, identity: ModelIdentity, drafter: Drafter, metrics: SpeculatorMetrics
+) -> None:
     """Draft for all configured verifiers until SIGTERM or SIGINT."""
-    identity = read_identity(config.model_folder, config.model_name)
-    metrics = SpeculatorMetrics()
-    drafter = _build_drafter(config, identity, metrics)
     tracer = setup_tracing("speculator", config.otlp_endpoint)
     start_metrics(config.metrics_listen)
     server = ServiceServer(config.listen, _SERVICE, reflection=False)
@@ -82,7 +85,8 @@ def read_identity(model_folder: Path, model_name: str) -> ModelIdentity:
     )
 
 
-def _build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: SpeculatorMetrics) -> Drafter:
+def build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: SpeculatorMetrics) -> Drafter:
+    """The drafter with all configured sources."""
     eos_token_ids = frozenset(identity.eos_token_ids)
     settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, eos_token_ids)
     return Drafter(

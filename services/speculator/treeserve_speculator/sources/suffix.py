@@ -41,7 +41,7 @@ class _FinishedResponses:
         self._responses: deque[tuple[int, ...]] = deque()
 
     def add(self, tokens: Sequence[int]) -> None:
-        response = tuple(tokens[-max(1, self._max_size // self.trie.depth) :])
+        response = tuple(tokens)
         self.trie.add(response)
         self._responses.append(response)
         while self.trie.size > self._max_size:
@@ -54,7 +54,8 @@ class SuffixSource:
     Args:
         depth: longest substring counted: context and guess together.
         max_context: longest context looked up.
-        max_prompt_tokens: the end of a prompt that is counted; a longer one costs more than it brings.
+        max_counted_tokens: the end of a new sequence, or of a finished response, that is counted: more would keep
+            the drafter's thread from the other sequences for too long.
         max_shared_nodes: bound of the shared trie, some 200 bytes each.
     """
 
@@ -62,17 +63,16 @@ class SuffixSource:
     wants_top_tokens = False
 
     def __init__(
-        self, depth: int = 14, max_context: int = 8, max_prompt_tokens: int = 2048, max_shared_nodes: int = 500_000
+        self, depth: int = 14, max_context: int = 8, max_counted_tokens: int = 2048, max_shared_nodes: int = 500_000
     ) -> None:
         self._depth = depth
         self._max_context = max_context
-        self._max_prompt_tokens = max_prompt_tokens
+        self._max_counted_tokens = max_counted_tokens
         self._finished = _FinishedResponses(depth, max_shared_nodes)
 
     def open(self, state: DraftSequence) -> None:
-        """Count the end of the prompt and the output so far."""
-        known = state.tokens[max(0, state.prompt_len - self._max_prompt_tokens) :]
-        state.source_state[self.name] = _SequenceTrie(self._depth, known)
+        """Count the end of what is known."""
+        state.source_state[self.name] = _SequenceTrie(self._depth, state.tokens[-self._max_counted_tokens :])
 
     def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
         """Count the new tokens."""
@@ -94,7 +94,8 @@ class SuffixSource:
     def close(self, state: DraftSequence) -> None:
         """Drop the sequence's trie and add its response to the shared one."""
         if state.source_state.pop(self.name, None) is not None:
-            self._finished.add(state.tokens[state.prompt_len :])
+            start = max(state.prompt_len, len(state.tokens) - self._max_counted_tokens)
+            self._finished.add(state.tokens[start:])
 
 
 def _grow(context: TrieNode, context_len: int, root_token: int, budget: int) -> tuple[float, TokenTree]:

@@ -1,0 +1,39 @@
+"""The paged KV cache: one tensor of keys and one of values per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from treeserve_engine.config import ModelConfig
+from treeserve_kernels.kv import move_kv
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values by layer, [num_slots, KVH, D] each. All numbers are finite from the start."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A cache of zeros."""
+
+        def tensors() -> tuple[torch.Tensor, ...]:
+            shape = (num_slots, config.num_kv_heads, config.head_dim)
+            return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers))
+
+        return cls(tensors(), tensors())
+
+    def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy slots `src` to slots `dst` (int64) in every layer."""
+        for cache in (*self.keys, *self.values):
+            move_kv(cache, src, dst)
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Memory that the KV of `tokens` positions takes."""
+    return tokens * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

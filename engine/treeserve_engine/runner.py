@@ -1,0 +1,66 @@
+"""A model with its paged KV cache: what a verifier or a drafter steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treeserve_engine.batch import SequenceRows, build_batch
+from treeserve_engine.block_manager import BlockManager, KvMoves
+from treeserve_engine.kv_cache import KvCache
+from treeserve_engine.model import LlamaModel
+
+
+class ModelRunner:
+    """Runs ragged batches and keeps their KV.
+
+    For each step: `blocks.reserve` for every sequence, `forward` (several times when drafting level by level), then
+    `commit` or `rollback` for every sequence.
+    """
+
+    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.blocks = BlockManager(num_blocks, block_size)
+        self._kv = KvCache.allocate(model.config, num_blocks * block_size, model.dtype, model.device)
+        self._pending: list[KvMoves] = []
+
+    def forward(self, rows: Sequence[SequenceRows]) -> list[npt.NDArray[np.float32]]:
+        """Compute rows whose KV positions are reserved.
+
+        Returns:
+            For each sequence the logits of its `logits_rows`, float32[k, vocab_size].
+
+        Raises:
+            ValueError: if the rows make no batch.
+            RuntimeError: if a KV position is not reserved.
+        """
+        batch = build_batch(rows, self.blocks, self.model.device)
+        self._apply_moves()
+        logits = self.model.forward(batch, self._kv).cpu().numpy()
+        return [logits[start:stop] for start, stop in pairwise(batch.logits_offsets)]
+
+    def commit(self, seq_id: int, kept_nodes: Sequence[int]) -> None:
+        """Keep the KV of these nodes of the step (ascending), moved together, and free the rest.
+
+        The copies happen at the start of the next forward pass, those of all sequences at once. Until then nobody
+        reads or writes KV, so a block that is freed and given away in between does no harm.
+        """
+        moves = self.blocks.commit(seq_id, kept_nodes)
+        if len(moves.src):
+            self._pending.append(moves)
+
+    def rollback(self, seq_id: int) -> None:
+        """Keep nothing of the step."""
+        self.blocks.rollback(seq_id)
+
+    def _apply_moves(self) -> None:
+        if not self._pending:
+            return
+        src = torch.from_numpy(np.concatenate([moves.src for moves in self._pending]))
+        dst = torch.from_numpy(np.concatenate([moves.dst for moves in self._pending]))
+        self._pending.clear()
+        self._kv.move(src.to(self.model.device), dst.to(self.model.device))

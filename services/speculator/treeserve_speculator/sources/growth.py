@@ -1,0 +1,128 @@
+"""Growing a token tree level by level from a model's logits: which tokens to add, which nodes to expand next.
+
+Dynamic expansion after EAGLE-2 (Li et al., 2024): a node's value is the probability of its path; the best nodes of a
+level are expanded, and the best of all candidates make the tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_core.noise import gumbel
+from treeserve_core.sampling import SamplingParams
+from treeserve_core.tree import TokenTree
+
+# Coupled scores are taken over this many of the most probable tokens: noise for a whole vocabulary costs milliseconds.
+_COUPLED_CANDIDATES = 1024
+
+
+def best_children(
+    logits: npt.NDArray[np.float32], sampling: SamplingParams, position: int, count: int
+) -> tuple[list[int], list[float]]:
+    """The tokens most likely to be drawn at a position, best first (lowest id on ties), with log-probabilities.
+
+    Greedy requests take the top of q. Others are coupled: the target draws with noise that is known here, so the top of
+    log q + noise is what it would draw if it were this model, and the softmax of those scores says how surely.
+
+    Args:
+        logits: float32[vocab] without padding.
+        position: absolute position of the token to draw: the length of the prefix before it.
+    """
+    if sampling.is_greedy:
+        ids = _top_ids(logits, count)
+        scores = logits.astype(np.float64)
+        total = _log_sum_exp(scores)
+        scores = scores[ids]
+    else:
+        ids = _top_ids(logits, max(count, _COUPLED_CANDIDATES))
+        scores = logits[ids].astype(np.float64) / sampling.temperature + gumbel(sampling.seed, position, ids)
+        total = _log_sum_exp(scores)
+    order = np.lexsort((ids, -scores))[:count]
+    return ids[order].tolist(), np.minimum(scores[order] - total, 0.0).tolist()
+
+
+def _top_ids(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    if count >= len(logits):
+        return np.arange(len(logits))
+    return np.argpartition(logits, -count)[-count:].astype(np.int64)
+
+
+def _log_sum_exp(scores: npt.NDArray[np.float64]) -> float:
+    highest = float(scores.max())
+    return highest + math.log(float(np.exp(scores - highest).sum()))
+
+
+@dataclass(frozen=True)
+class GrowthLimits:
+    """How far a tree grows.
+
+    Attributes:
+        max_nodes: nodes of the finished tree, the root not counted.
+        max_depth: deepest node.
+        width: nodes expanded per level.
+        min_probability: least path probability of an expanded node.
+    """
+
+    max_nodes: int
+    max_depth: int
+    width: int
+    min_probability: float
+
+
+class TreeGrowth:
+    """All candidates of one tree while it grows. Node 0 is the root; parents precede their children."""
+
+    def __init__(self, root_token: int, limits: GrowthLimits, eos_token_ids: frozenset[int]) -> None:
+        self.token_ids = [root_token]
+        self.parents = [-1]
+        self.depths = [0]
+        self._log_probs = [0.0]
+        self._path_log_probs = [0.0]
+        self._children: dict[tuple[int, int], int] = {}
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._level_start = 0
+
+    def next_level(self) -> list[int]:
+        """Nodes to expand next, ascending: the root first, then the best of the latest level; empty when grown.
+
+        A node that is not among the best `max_nodes` by now has no descendant in the finished tree either.
+        """
+        level = range(self._level_start, len(self.token_ids))
+        self._level_start = len(self.token_ids)
+        if level.start == 0:
+            return [0]
+        ranked = sorted(range(1, len(self.token_ids)), key=lambda i: (-self._path_log_probs[i], self.depths[i], i))
+        best = [i for i in ranked[: self._limits.max_nodes] if i in level and self._may_expand(i)]
+        return sorted(best[: self._limits.width])
+
+    def _may_expand(self, node: int) -> bool:
+        return (
+            self.depths[node] < self._limits.max_depth
+            and self.token_ids[node] not in self._eos_token_ids
+            and self._path_log_probs[node] >= math.log(self._limits.min_probability)
+        )
+
+    def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Add a node's children with their conditional log-probabilities."""
+        for token_id, log_prob in zip(token_ids, log_probs, strict=True):
+            self._children[node, token_id] = len(self.token_ids)
+            self.token_ids.append(token_id)
+            self.parents.append(node)
+            self.depths.append(self.depths[node] + 1)
+            self._log_probs.append(log_prob)
+            self._path_log_probs.append(self._path_log_probs[node] + log_prob)
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """The child of `node` that carries `token_id`, or None."""
+        return self._children.get((node, token_id))
+
+    def tree(self) -> TokenTree:
+        """The best candidates as a tree."""
+        everything = TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self._log_probs))
+        return everything.pruned(self._limits.max_nodes)

@@ -1,0 +1,228 @@
+"""The `treeserve` command with a client that answers from a script."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from treeserve_cli import main
+from treeserve_cli.cluster import ClusterError
+from treeserve_client import (
+    Chunk,
+    Completion,
+    Model,
+    NotFound,
+    SpeculationStats,
+    Timing,
+    Unavailable,
+    Usage,
+)
+
+COMPLETION = Completion(
+    token_ids=(1, 2, 3),
+    text="héllo\n",
+    log_probs=(),
+    finish_reason="length",
+    stop_string=None,
+    usage=Usage(4, 3),
+    speculation=SpeculationStats(2, 8, 1, (1,)),
+    timing=Timing(10.0, 5.0, 20.0),
+)
+
+
+class FakeClient:
+    """Remembers what it was asked; raises `error` if set."""
+
+    address: str
+    params: dict[str, Any]
+    error: Exception | None = None
+
+    def __init__(self, address: str) -> None:
+        type(self).address = address
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        return None
+
+    def generate(self, **params: Any) -> FakeStream:
+        type(self).params = {name: value for name, value in params.items() if value is not None}
+        return FakeStream(self.error)
+
+    def list_models(self) -> list[Model]:
+        if self.error:
+            raise self.error
+        return [Model("some-model", "ab", 300, (2,), 2048, 2, "float32")]
+
+
+class FakeStream:
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.result = COMPLETION
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield Chunk(0, (1,), "hé")
+        if self._error:
+            raise self._error
+        yield Chunk(1, (2, 3), "llo\n")
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
+    class Fresh(FakeClient):
+        pass
+
+    monkeypatch.setattr(main, "Client", Fresh)
+    return Fresh
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(main.app, list(args))
+
+
+def test_generate_streams_text(client: type[FakeClient]) -> None:
+    result = invoke("generate", "--prompt", "hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "héllo\n\n", "")
+    assert client.params == {"prompt": "hi", "temperature": 0.0, "speculation": True}
+    assert client.address == "localhost:50051"
+
+
+def test_generate_passes_its_options_on(client: type[FakeClient]) -> None:
+    result = invoke(
+        "generate", "--prompt", "hi", "--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5",
+        "--seed", "18446744073709551615", "--stop", "a", "--stop", "b,c", "--no-speculation", "--address", "unix:/x",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert client.params == {
+        "prompt": "hi", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 2**64 - 1,
+        "stop": ["a", "b,c"], "speculation": False,
+    }  # fmt: skip
+    assert client.address == "unix:/x"
+
+
+def test_chat_sends_messages(client: type[FakeClient]) -> None:
+    invoke("generate", "--prompt", "hi", "--chat")
+    assert client.params["messages"] == [{"role": "user", "content": "hi"}]
+    invoke("generate", "--prompt", "hi", "--system", "be brief")
+    system = {"role": "system", "content": "be brief"}
+    assert client.params["messages"] == [system, {"role": "user", "content": "hi"}]
+    assert "prompt" not in client.params
+
+
+def test_json_prints_one_object_and_no_stream(client: type[FakeClient]) -> None:
+    result = invoke("generate", "--prompt", "hi", "--json")
+    assert json.loads(result.stdout) == {
+        "token_ids": [1, 2, 3],
+        "text": "héllo\n",
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+        "speculation": {"steps": 2, "drafted": 8, "accepted": 1, "acceptance_length": 1.5},
+        "timing": {"ttft_ms": 10.0, "tpot_ms": 5.0, "e2e_ms": 20.0},
+    }
+
+
+def test_an_error_ends_with_1_and_goes_to_stderr(client: type[FakeClient]) -> None:
+    client.error = Unavailable("no verifier")
+    result = invoke("generate", "--prompt", "hi")
+    assert (result.exit_code, result.stdout) == (1, "hé")
+    assert result.stderr == "treeserve: no verifier\n"
+    assert invoke("generate", "--prompt", "hi", "--json").stdout == ""
+    client.error = NotFound("gone")
+    assert invoke("models").exit_code == 1
+
+
+@pytest.mark.parametrize("args", [["generate"], ["generate", "--prompt", "a", "--top-k", "x"], ["nonsense"]])
+def test_wrong_usage_ends_with_2(args: list[str]) -> None:
+    assert invoke(*args).exit_code == 2
+
+
+def test_models_prints_a_table(client: type[FakeClient]) -> None:
+    output = invoke("models").stdout
+    assert all(cell in output for cell in ("some-model", "2048", "float32", "2", "300"))
+
+
+class FakeCluster:
+    """Stands for LocalCluster; remembers its configuration."""
+
+    config: Any
+    stopped = False
+    error: Exception | None = None
+
+    def __init__(self, config: Any, report: Any) -> None:
+        type(self).config = config
+        self.grpc_address, self.http_address = "127.0.0.1:1", "127.0.0.1:2"
+
+    def __enter__(self) -> FakeCluster:
+        if self.error:
+            raise self.error
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        type(self).stopped = True
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCluster]]:
+    class Fresh(FakeCluster):
+        pass
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(main, "LocalCluster", Fresh)
+    monkeypatch.setattr(main, "threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=interrupt)))
+    before = signal.getsignal(signal.SIGTERM)
+    yield Fresh
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_up_says_when_it_is_ready_and_stops_on_sigterm(cluster: type[FakeCluster]) -> None:
+    result = invoke("up", "--verifiers", "2", "--sources", "ngram,suffix", "--no-redis", "--grpc-port", "0")
+    assert (result.exit_code, result.stdout) == (0, "ready grpc=127.0.0.1:1 http=127.0.0.1:2\n")
+    assert cluster.stopped
+    config = cluster.config
+    assert (config.verifiers, config.sources, config.no_redis) == (2, ("ngram", "suffix"), True)
+
+
+def test_up_reads_its_cache_and_options_from_the_environment(
+    cluster: type[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREESERVE_CACHE", "some/cache")
+    monkeypatch.setenv("TREESERVE_UP_THREADS", "3")
+    monkeypatch.setenv("TREESERVE_VERIFIERS", "unix:x")  # a router's, not ours
+    invoke("up")
+    assert (str(cluster.config.cache_dir), cluster.config.threads, cluster.config.verifiers) == ("some/cache", 3, 1)
+    invoke("up", "--cache-dir", "other")
+    assert str(cluster.config.cache_dir) == "other"
+
+
+def test_up_explains_why_it_cannot_start(cluster: type[FakeCluster]) -> None:
+    cluster.error = ClusterError("verifier-0 exited with 1")
+    result = invoke("up")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "verifier-0 exited with 1" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["--verifiers", "0"], ["--verifiers", "x"], ["--unknown"], ["stray"]])
+def test_up_refuses_wrong_usage(cluster: type[FakeCluster], args: list[str]) -> None:
+    assert invoke("up", *args).exit_code == 2
+    assert not hasattr(cluster, "config")
+
+
+def test_up_help_lists_the_options(cluster: type[FakeCluster]) -> None:
+    result = invoke("up", "--help")
+    assert result.exit_code == 0
+    assert "--kv-tokens" in result.stdout
