@@ -162,7 +162,8 @@ class Client:
     """A connection to a router at "host:port" or "unix:/path"; threads may share it.
 
     Args:
-        max_resumes: how often a generation whose router went away is taken up again where it broke off.
+        max_resumes: how often a generation whose router went away is taken up again where it broke off. The router, or
+            another at its address, has half a minute to come back each time.
     """
 
     def __init__(self, address: str, *, max_resumes: int = 5) -> None:

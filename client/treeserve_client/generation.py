@@ -27,7 +27,9 @@ from treeserve_client.types import (
 )
 
 _FIRST_RESUME_DELAY_S = 0.1
-_MAX_RESUME_DELAY_S = 5.0
+_MAX_RESUME_DELAY_S = 2.0
+# A router has this long to come back, or another to take its address.
+_RESUME_WINDOW_S = 30.0
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -38,7 +40,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How far a call may go: seconds until it must end (None: no limit), and how often it may be resumed."""
+    """How far a call may go: seconds until it must end (None: no limit), and how often a broken stream is resumed."""
 
     deadline_s: float | None = None
     max_resumes: int = 5
@@ -66,6 +68,8 @@ class Generation:
         self._began = clock()
         self._awaits_started = True
         self._resumes = 0
+        self._broke_at = 0.0
+        self._attempts = 0  # since it broke
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._log_probs: list[PositionLogProbs] = []
@@ -122,15 +126,24 @@ class Generation:
         if self.result is not None:
             return None
         typed = from_rpc(error)
-        if not isinstance(typed, Unavailable) or self.started is None or self._resumes == self._options.max_resumes:
+        if not isinstance(typed, Unavailable) or self.started is None or not self._may_resume():
             raise typed from error
-        delay_s: float = min(_FIRST_RESUME_DELAY_S * 2**self._resumes, _MAX_RESUME_DELAY_S)
+        delay_s: float = min(_FIRST_RESUME_DELAY_S * 2**self._attempts, _MAX_RESUME_DELAY_S)
+        self._attempts += 1
         remaining_s = self.remaining_s
         if remaining_s is not None and remaining_s <= delay_s:
             raise DeadlineExceeded("the deadline leaves no time to resume") from error
-        self._resumes += 1
-        self._awaits_started = True
         return delay_s
+
+    def _may_resume(self) -> bool:
+        """Whether to try (again) after a running stream broke, or an attempt to resume it failed."""
+        if self._awaits_started:
+            return self._clock() - self._broke_at < _RESUME_WINDOW_S
+        self._awaits_started = True
+        self._broke_at = self._clock()
+        self._attempts = 0
+        self._resumes += 1
+        return self._resumes <= self._options.max_resumes
 
     def _start(self, msg: inference_pb2.Started) -> None:
         started = Started(msg.request_id, msg.model, msg.seed, msg.prompt_tokens)

@@ -425,3 +425,33 @@ def test_timing_follows_the_clock() -> None:
     assert generation.result is not None
     timing = generation.result.timing
     assert (round(timing.ttft_ms), round(timing.tpot_ms), round(timing.e2e_ms)) == (500, 300, 2000)
+
+
+class _Unreachable(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "connection refused"
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+def test_a_router_has_half_a_minute_to_come_back_each_time() -> None:
+    now = [0.0]
+    request = inference_pb2.GenerateRequest()
+    generation = Generation(request, CallOptions(max_resumes=2), clock=lambda: now[0])
+    for _ in range(2):
+        generation.receive(started(request))
+        delays = []
+        with pytest.raises(sdk.Unavailable):
+            while True:
+                delays.append(generation.resume_delay_s(_Unreachable()))
+                assert delays[-1] is not None
+                now[0] += delays[-1]
+        assert delays[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+        assert 30 <= sum(delays) < 33
+    generation.receive(started(request))
+    with pytest.raises(sdk.Unavailable):
+        generation.resume_delay_s(_Unreachable())

@@ -109,6 +109,7 @@ class RouterPeer:
     def __init__(self, address: str, credit: int = 1000) -> None:
         self._channel = open_channel(address)
         self._credit = credit
+        self._writing = asyncio.Lock()
         self.outputs: dict[int, Output] = {}
         self.welcome: verifier_pb2.DecodeWelcome | None = None
         self.loads: list[verifier_pb2.LoadReport] = []
@@ -133,7 +134,8 @@ class RouterPeer:
 
     async def send(self, **frame: Any) -> None:
         """Write one frame."""
-        await self.call.write(verifier_pb2.DecodeRequest(**frame))
+        async with self._writing:
+            await self.call.write(verifier_pb2.DecodeRequest(**frame))
 
     async def submit(self, handle: int, prompt: Sequence[int], **options: Any) -> Output:
         """Submit a sequence; see `submission` for the options."""
@@ -185,6 +187,7 @@ class SpeculatorPeer:
     def __init__(self, running: RunningVerifier, draft: DraftFunction, **hello: Any) -> None:
         self._channel = open_channel(running.address)
         self._draft = draft
+        self._writing = asyncio.Lock()
         self._hello = {
             "protocol_version": PROTOCOL_VERSION,
             "speculator_id": "test",
@@ -214,7 +217,8 @@ class SpeculatorPeer:
 
     async def send(self, **frame: Any) -> None:
         """Write one frame."""
-        await self.call.write(verifier_pb2.DraftRequest(**frame))
+        async with self._writing:
+            await self.call.write(verifier_pb2.DraftRequest(**frame))
 
     async def propose(self, *proposals: verifier_pb2.TreeProposal) -> None:
         """Send trees as they are, malformed ones too."""
