@@ -46,7 +46,7 @@ class Linear:
         self.shape = weight.shape
         self.dtype = weight.dtype
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self._packed else weight
 
     def __call__(self, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:

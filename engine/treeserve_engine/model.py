@@ -97,6 +97,11 @@ class LlamaModel:
         weights = _WeightReader(load_tensors(folder), config, dtype, device).read()
         return cls(config, weights, dtype, device, attention or _default_attention(device))
 
+    @property
+    def tile_sizes(self) -> tuple[int, ...]:
+        """Row counts that are computed in one piece; none where results are not exact."""
+        return self._tiles.sizes
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """Compute the rows of a batch, writing their K and V to their slots.

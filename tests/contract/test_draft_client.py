@@ -265,12 +265,15 @@ async def test_no_idea_is_answered_by_a_root_alone(verifier: FakeVerifier, start
     assert list((await stream.proposals())[1].token_ids) == [5]
 
 
-async def test_verifier_limits_bound_every_tree(verifier: FakeVerifier, start: StartSpeculator) -> None:
+@pytest.mark.parametrize(("max_nodes", "max_depth", "expected"), [(33, 2, [5, 6, 7]), (4, 9, [5, 6, 7, 8])])
+async def test_verifier_limits_bound_every_tree(
+    verifier: FakeVerifier, start: StartSpeculator, max_nodes: int, max_depth: int, expected: list[int]
+) -> None:
     start(ScriptedSource(next_tokens))
     stream = await verifier.next_stream()
-    await stream.welcome(max_nodes=5, max_depth=2)
+    await stream.welcome(max_nodes=max_nodes, max_depth=max_depth)
     await stream.update(assignments=[assignment(1, [5], budget=30)])
-    assert list((await stream.proposals())[1].token_ids) == [5, 6, 7]
+    assert list((await stream.proposals())[1].token_ids) == expected
 
 
 async def test_credit_is_given_back_as_updates_are_processed(verifier: FakeVerifier, start: StartSpeculator) -> None:
@@ -328,36 +331,35 @@ async def test_commits_that_arrive_while_drafting_move_the_tree_along(
     speculator = start(source)
     stream = await verifier.next_stream()
     await stream.welcome()
-    await stream.update(assignments=[assignment(1, [5]), assignment(2, [50]), assignment(3, [70])])
+    await stream.update(assignments=[assignment(handle, [start]) for handle, start in enumerate((5, 50, 70, 30), 1)])
     await source.wait_entered()
-    await stream.update(commits=[commit(1, 1, [6]), commit(2, 1, [90])], released=[3])  # along the tree; away from it
+    # along its tree, away from it, gone, and along all of it: an empty tree would only get in the way of the next
+    commits = [commit(1, 1, [6]), commit(2, 1, [90]), commit(4, 1, [31, 32, 33])]
+    await stream.update(commits=commits, released=[3])
     await stream.send(rejections=verifier_pb2.Rejections())
     await asyncio.sleep(0.1)  # the stream is read while the source is busy
     source.go_on.set()
     stale = await stream.proposals()
     assert {h: (p.base_committed_len, list(p.token_ids)) for h, p in stale.items()} == {1: (2, [6, 7, 8])}
-    assert speculator.count("late_trees_total") == 2
+    assert speculator.count("late_trees_total") == 3
     fresh = await stream.proposals()
-    assert {h: list(p.token_ids) for h, p in fresh.items()} == {1: [6, 7, 8, 9], 2: [90, 91, 92, 93]}
+    assert {h: p.token_ids[0] for h, p in fresh.items()} == {1: 6, 2: 90, 4: 33}
 
 
-async def test_a_waiting_tree_moves_along_with_commits(verifier: FakeVerifier, start: StartSpeculator) -> None:
-    source = GatedSource()
-    source.go_on.set()
-    start(source)
+async def test_waiting_trees_that_nobody_wants_any_more_are_not_sent(
+    verifier: FakeVerifier, start: StartSpeculator
+) -> None:
+    speculator = start(ScriptedSource(next_tokens))
     stream = await verifier.next_stream()
-    await stream.welcome(credit=0)
-    await stream.update(assignments=[assignment(1, [5])])
-    await source.wait_entered()
-    await asyncio.sleep(0.05)  # the tree waits for credit
-    source.go_on.clear()
-    source.entered.clear()
-    await stream.update(commits=[commit(1, 1, [6, 7])])
-    await source.wait_entered()
-    source.go_on.set()
+    await stream.welcome(credit=1)
+    await stream.update(assignments=[assignment(9, [1])])
+    await stream.proposals()
+    await stream.update(assignments=[assignment(handle, [5]) for handle in (1, 2, 3)])
+    await asyncio.sleep(0.1)  # drawn by now, and waiting for credit
+    await stream.update(commits=[commit(1, 1, [6], budget=0)], released=[2])
     await stream.send(credit=verifier_pb2.Credit(frames=1))
-    tree = (await stream.proposals())[1]
-    assert (tree.base_committed_len, list(tree.token_ids)[:2]) == (3, [7, 8])
+    assert set(await stream.proposals()) == {3}
+    assert speculator.count("late_trees_total") == 2
 
 
 async def test_a_commit_out_of_step_drops_its_sequence_alone(verifier: FakeVerifier, start: StartSpeculator) -> None:
@@ -475,7 +477,7 @@ async def test_stop_closes_the_stream_from_our_side(verifier: FakeVerifier, star
     await stream.update(assignments=[assignment(1, [5])])
     await stream.proposals()
     speculator.client.stop()
-    assert await stream.read() is None
+    assert await asyncio.wait_for(stream.read(), 0.7) is None  # sooner than the grace after which it is cut
     stream.end()
     await asyncio.wait_for(speculator.task, TIMEOUT_S)
     assert speculator.count("sequences") == 0 and speculator.count("streams") == 0

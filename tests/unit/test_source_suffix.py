@@ -67,6 +67,13 @@ def test_follows_the_most_frequent_continuation() -> None:
     assert tree is not None and tree.token_ids == (2, 3)
 
 
+def test_the_context_with_the_best_expectation_wins() -> None:
+    source = SuffixSource()
+    state = _opened(source, [8, 1, 40, 7, 1, 50, 6, 1, 50, 8, 1])  # after 1 mostly 50, after 8 1 always 40
+    tree = source.propose(state, 1)
+    assert tree is not None and tree.token_ids == (1, 40)
+
+
 def test_branches_where_both_are_likely() -> None:
     source = SuffixSource()
     state = _opened(source, [20, 1, 2, 3, 21, 1, 2, 4, 22, 1, 2, 3, 23, 1, 2, 4, 24, 1, 2])

@@ -54,8 +54,8 @@ class DraftPeer:
 class Conversation:
     """Updates in, trees out. `read` and `draft` run side by side in one event loop, `draft` alone writes.
 
-    Trees wait in an outbox, the newest per sequence, for the verifier's credit. A tree is moved along with every commit
-    that arrives before it is sent, and dropped when the commit left it.
+    Trees wait in an outbox, the newest per sequence, for the verifier's credit. A tree that was overtaken by a commit
+    while it was drawn is moved along its path, and dropped if the commit left it.
     """
 
     def __init__(self, call: DraftCall, session: DraftSession, peer: DraftPeer, initial_credit: int) -> None:
@@ -97,7 +97,7 @@ class Conversation:
                 works, self._inbox = self._inbox, []
                 drafted = await loop.run_in_executor(self._peer.executor, self._session.run, works)
                 for handle, proposal in drafted:
-                    self._put(handle, proposal, self._inbox)  # what has arrived meanwhile
+                    self._put(handle, proposal)
                 await self._return_credit(len(works))
             if self._outbox and self._credits.try_take():
                 await self._send()
@@ -123,13 +123,15 @@ class Conversation:
         _log.error("malformed update", handle=handle, reason=str(error))
 
     def _take_in(self, work: DraftWork) -> None:
-        waiting, self._outbox = self._outbox, {}
-        for handle, proposal in waiting.items():
-            self._put(handle, proposal, (work,))
+        """Note an update. Waiting trees of its sequences are out of date; new ones follow if they are wanted."""
+        for handle in work.handles:
+            if self._outbox.pop(handle, None) is not None:
+                self._peer.metrics.late_trees.inc()
         self._inbox.append(work)
 
-    def _put(self, handle: int, proposal: DraftProposal, newer: Iterable[DraftWork]) -> None:
-        current = _moved_along(handle, proposal, newer)
+    def _put(self, handle: int, proposal: DraftProposal) -> None:
+        """Have a tree sent, moved along with the commits that arrived while it was drawn."""
+        current = _moved_along(handle, proposal, self._inbox)
         if current is None:
             self._peer.metrics.late_trees.inc()
         else:

@@ -68,3 +68,9 @@ class DraftWork:
     assigned: tuple[DraftSequence, ...] = ()
     commits: tuple[CommittedTokens, ...] = ()
     released: tuple[int, ...] = ()
+
+    @property
+    def handles(self) -> set[int]:
+        """All sequences it is about."""
+        changed = {sequence.handle for sequence in self.assigned} | {committed.handle for committed in self.commits}
+        return changed.union(self.released)

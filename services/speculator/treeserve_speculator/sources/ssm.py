@@ -86,7 +86,7 @@ class _Draft:
         return SequenceRows(
             seq_id,
             token_ids=[self.growth.token_ids[node] for node in self.level],
-            depths=[len(self.chain) + self.growth.depths[node] for node in self.level],
+            depths=[len(self.chain) - 1 + self.growth.depths[node] for node in self.level],
             ancestor_words=_words([self._visible_rows(node) for node in self.level], offset + len(self.level)),
             logits_rows=range(len(self.level)),
             node_offset=offset,

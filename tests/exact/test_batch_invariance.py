@@ -1,0 +1,255 @@
+"""A token's logits have the same bits alone, in any tree, beside other sequences, in a prefill chunk, after compaction.
+
+The reference is always plain decoding: one sequence, one row per forward pass.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from treeserve_core.tree import TokenTree
+from treeserve_engine.batch import SequenceRows
+from treeserve_engine.config import load_config
+from treeserve_engine.model import LlamaModel
+from treeserve_engine.runner import ModelRunner
+
+VOCAB = 203
+DTYPES = [torch.float32, torch.bfloat16]
+# Odd widths, so that vector code always has something left over; 256 rows of the wider ones are enough for two threads.
+SHAPES = {
+    "grouped": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=60, intermediate_size=172),
+    "one-kv-head": dict(num_attention_heads=3, num_key_value_heads=1, hidden_size=72, intermediate_size=136),
+    "no-groups": dict(num_attention_heads=5, num_key_value_heads=5, hidden_size=80, intermediate_size=150),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def tiny_folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        num_hidden_layers=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        **SHAPES[request.param],
+    )
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def model(request, tiny_folder, threads) -> LlamaModel:
+    return LlamaModel.load(tiny_folder, load_config(tiny_folder), request.param, torch.device("cpu"))
+
+
+class PlainDecoder:
+    """One sequence, one row per forward pass."""
+
+    def __init__(self, model: LlamaModel, tokens: Sequence[int] = ()) -> None:
+        self._runner = ModelRunner(model, num_blocks=64, block_size=16)
+        self._runner.blocks.add(0)
+        self.logits = [self.decode(token) for token in tokens]
+
+    def decode(self, token: int) -> np.ndarray:
+        self._runner.blocks.reserve(0, 1)
+        (logits,) = self._runner.forward([SequenceRows.from_chain(0, [token], [0])])
+        self._runner.commit(0, [0])
+        return logits[0]
+
+    def tree(self, tree: TokenTree) -> np.ndarray:
+        """Logits of every node, each path decoded by itself; keeps nothing."""
+        logits: dict[int, np.ndarray] = {}
+        for leaf in (i for i in range(len(tree)) if not tree.children[i]):
+            path = (0, *tree.path(leaf))
+            self._runner.blocks.reserve(0, len(path))
+            for depth, node in enumerate(path):
+                chain = SequenceRows.from_chain(0, [0] * (depth + 1), [0])
+                words = chain.ancestor_words[depth:]
+                row = SequenceRows(0, [tree.token_ids[node]], [depth], words, [0], node_offset=depth)
+                logits[node] = self._runner.forward([row])[0][0]
+            self._runner.rollback(0)
+        return np.stack([logits[i] for i in range(len(tree))])
+
+
+def random_tokens(rng: random.Random, n: int, vocab: int = VOCAB) -> list[int]:
+    return [rng.randrange(vocab) for _ in range(n)]
+
+
+def random_tree(rng: random.Random, n: int, vocab: int = VOCAB) -> TokenTree:
+    """Any shape, any order in which parents precede their children."""
+    reach = rng.choice([1, 3, n])
+    parents = [-1, *(rng.randrange(max(0, i - reach), i) for i in range(1, n))]
+    tokens = rng.sample(range(vocab), n) if n <= vocab else random_tokens(rng, n, vocab)
+    return TokenTree(tuple(tokens), tuple(parents))
+
+
+def prefill(runner: ModelRunner, seq_id: int, tokens: Sequence[int], chunk: int) -> np.ndarray:
+    parts = []
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        runner.blocks.reserve(seq_id, len(part))
+        parts += runner.forward([SequenceRows.from_chain(seq_id, part, range(len(part)))])
+        runner.commit(seq_id, range(len(part)))
+    return np.concatenate(parts)
+
+
+def fragmented_runner(model: LlamaModel, rng: random.Random, block_size: int = 4) -> ModelRunner:
+    """A runner whose free blocks are in random order, and whose free slots hold other sequences' leftovers."""
+    runner = ModelRunner(model, num_blocks=400, block_size=block_size)
+    for seq_id in range(-60, 0):
+        runner.blocks.add(seq_id)
+        prefill(runner, seq_id, random_tokens(rng, rng.randrange(1, 20)), 20)
+    for seq_id in rng.sample(range(-60, 0), 60):
+        runner.blocks.free(seq_id)
+    return runner
+
+
+def bits(logits: np.ndarray | list[np.ndarray]) -> np.ndarray:
+    return np.asarray(logits, dtype=np.float32).view(np.uint32)
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray | list[np.ndarray]) -> None:
+    wrong = np.flatnonzero((bits(actual) != bits(expected)).any(axis=1))
+    assert not len(wrong), f"rows {wrong.tolist()} of {len(actual)} differ"
+
+
+def test_the_tiles_are_the_intended_ones(model):
+    assert model.tile_sizes[:2] == (4, 8), "this machine needs the single-row fallback, which is slow"
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 64, 150])
+def test_prefill_chunks(model, chunk):
+    tokens = random_tokens(random.Random(chunk), 150)
+    runner = ModelRunner(model, num_blocks=20, block_size=16)
+    runner.blocks.add(0)
+    assert_same_bits(prefill(runner, 0, tokens, chunk), PlainDecoder(model, tokens).logits)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 21, 64])
+def test_trees_of_any_shape_and_order(model, size):
+    rng = random.Random(size)
+    prompt = random_tokens(rng, rng.randrange(1, 60))
+    plain = PlainDecoder(model, prompt)
+    runner = fragmented_runner(model, rng)
+    runner.blocks.add(0)
+    prefill(runner, 0, prompt, 64)
+    for _ in range(3):
+        tree = random_tree(rng, size)
+        runner.blocks.reserve(0, size)
+        (logits,) = runner.forward([SequenceRows.from_tree(0, tree)])
+        runner.rollback(0)
+        assert_same_bits(logits, plain.tree(tree))
+
+
+def test_a_tree_of_several_ancestor_words(model):
+    rng = random.Random(5)
+    plain = PlainDecoder(model, random_tokens(rng, 3))
+    runner = fragmented_runner(model, rng)
+    runner.blocks.add(0)
+    prefill(runner, 0, random_tokens(random.Random(5), 3), 64)
+    tree = random_tree(rng, 150)
+    runner.blocks.reserve(0, 150)
+    assert_same_bits(runner.forward([SequenceRows.from_tree(0, tree)])[0], plain.tree(tree))
+
+
+@pytest.mark.parametrize("neighbours", [1, 3, 7])
+def test_beside_other_sequences(model, neighbours):
+    rng = random.Random(neighbours)
+    runner = fragmented_runner(model, rng)
+    prompts = [random_tokens(rng, rng.choice([1, 4, 30, 100])) for _ in range(neighbours + 1)]
+    for seq_id, prompt in enumerate(prompts):
+        runner.blocks.add(seq_id)
+        prefill(runner, seq_id, prompt, 64)
+    trees = [random_tree(rng, rng.choice([1, 2, 9, 40])) for _ in prompts]
+    order = rng.sample(range(len(prompts)), len(prompts))
+    for seq_id in order:
+        runner.blocks.reserve(seq_id, len(trees[seq_id]))
+    together = runner.forward([SequenceRows.from_tree(seq_id, trees[seq_id]) for seq_id in order])
+    for seq_id, logits in zip(order, together, strict=True):
+        assert_same_bits(logits, PlainDecoder(model, prompts[seq_id]).tree(trees[seq_id]))
+
+
+def test_level_by_level(model):
+    rng = random.Random(11)
+    prompt = random_tokens(rng, 21)
+    tree = TokenTree(tuple(rng.sample(range(VOCAB), 10)), (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
+    rows = SequenceRows.from_tree(0, tree)
+    runner = fragmented_runner(model, rng)
+    runner.blocks.add(0)
+    prefill(runner, 0, prompt, 64)
+    runner.blocks.reserve(0, len(tree))
+    levels = []
+    for start, stop in ((0, 1), (1, 4), (4, 7), (7, 10)):
+        words = rows.ancestor_words[start:stop]
+        level = SequenceRows(
+            0, tree.token_ids[start:stop], tree.depths[start:stop], words, range(stop - start), node_offset=start
+        )
+        levels += runner.forward([level])
+    assert_same_bits(np.concatenate(levels), PlainDecoder(model, prompt).tree(tree))
+
+
+def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
+    """Several sequences step together and commit random paths; everything equals plain decoding, a replay too."""
+    rng = random.Random(17)
+    runner = fragmented_runner(model, rng)
+    committed = {seq_id: [] for seq_id in range(4)}
+    plain = {seq_id: PlainDecoder(model) for seq_id in committed}
+    for seq_id in committed:
+        runner.blocks.add(seq_id)
+    for _ in range(8):
+        active = rng.sample(sorted(committed), rng.randrange(1, 5))
+        trees = {}
+        for seq_id in active:
+            n = rng.choice([1, 4, 12, 30])
+            is_chunk = rng.random() < 0.3
+            trees[seq_id] = TokenTree.chain(random_tokens(rng, n)) if is_chunk else random_tree(rng, n)
+            runner.blocks.reserve(seq_id, n)
+        logits = runner.forward([SequenceRows.from_tree(seq_id, tree) for seq_id, tree in trees.items()])
+        for (seq_id, tree), actual in zip(trees.items(), logits, strict=True):
+            assert_same_bits(actual, plain[seq_id].tree(tree))
+            kept = (0, *tree.path(rng.randrange(len(tree))))
+            runner.commit(seq_id, kept)
+            for node in kept:
+                committed[seq_id].append(tree.token_ids[node])
+                plain[seq_id].decode(tree.token_ids[node])
+        runner.blocks.check_integrity()
+    for seq_id, tokens in committed.items():
+        expected = plain[seq_id].decode(1)
+        replayed = ModelRunner(model, num_blocks=64, block_size=16)
+        replayed.blocks.add(0)
+        assert_same_bits(prefill(replayed, 0, [*tokens, 1], 64)[-1:], [expected])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_real_model(model_folder, dtype):
+    config = load_config(model_folder)
+    model = LlamaModel.load(model_folder, config, dtype, torch.device("cpu"))
+    rng = random.Random(23)
+    prompt, other = (random_tokens(rng, n, config.vocab_size) for n in (24, 90))
+    tree, neighbour = (random_tree(rng, n, config.vocab_size) for n in (20, 64))
+    plain = PlainDecoder(model, prompt)
+    runner = ModelRunner(model, num_blocks=64, block_size=16)
+    runner.blocks.add(1)
+    prefill(runner, 1, other, 64)
+    runner.blocks.add(0)
+    assert_same_bits(prefill(runner, 0, prompt, 9), plain.logits)
+    runner.blocks.reserve(0, len(tree))
+    runner.blocks.reserve(1, len(neighbour))
+    logits = runner.forward([SequenceRows.from_tree(1, neighbour), SequenceRows.from_tree(0, tree)])
+    assert_same_bits(logits[1], plain.tree(tree))
