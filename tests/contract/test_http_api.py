@@ -117,7 +117,7 @@ async def test_streamed_chat(http: httpx.AsyncClient) -> None:
 
 
 async def test_log_probs(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(TEXT)[:8]
+    ids = (tokenizer.encode(TEXT) * 2)[:8]  # recited over and over
     texts = [tokenizer.decode([token_id], skip_special=False) for token_id in ids]
     answer = (await http.post("/v1/completions", json=completion(logprobs=0))).json()
     log_probs = answer["choices"][0]["logprobs"]
@@ -172,9 +172,7 @@ async def test_all_parameters_reach_the_verifier(http: httpx.AsyncClient, verifi
     assert sent.stopping == common.StoppingCriteria(
         max_tokens=8, min_tokens=2, stop_strings=["zzz"], stop_token_ids=[8], ignore_eos=True
     )
-    assert sent.service_level == common.ServiceLevel(
-        service_class=common.SERVICE_CLASS_BATCH, ttft_ms=10, tpot_ms=5.5
-    )
+    assert sent.service_level == common.ServiceLevel(service_class=common.SERVICE_CLASS_BATCH, ttft_ms=10, tpot_ms=5.5)
     assert sent.speculation.max_nodes == 3
     await http.post("/v1/completions", json=completion(speculation={"enabled": False}))
     assert verifier.submits[1].speculation.disabled

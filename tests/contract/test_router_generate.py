@@ -296,9 +296,7 @@ class TestFailures:
             assert disturbed.finished.usage == undisturbed.finished.usage
             assert rig.metric("treeserve_router_replays_total") == 1
 
-    async def test_a_restarted_verifier_takes_its_sequences_back(
-        self, rig: RouterRig, verifier: FakeVerifier
-    ) -> None:
+    async def test_a_restarted_verifier_takes_its_sequences_back(self, rig: RouterRig, verifier: FakeVerifier) -> None:
         verifier.hold_at = 5
         running = asyncio.create_task(rig.generate(request(sampling=common.SamplingParameters(seed=1))))
         await until(lambda: verifier.frames == 5)
@@ -421,9 +419,7 @@ class TestQueue:
                 verifier.hold_at = None
                 assert [len(seen.token_ids) for seen in await asyncio.gather(*running)] == [2] * 6
 
-    async def test_urgent_requests_go_first(
-        self, tmp_path: Path, tokenizer: Tokenizer, verifier: FakeVerifier
-    ) -> None:
+    async def test_urgent_requests_go_first(self, tmp_path: Path, tokenizer: Tokenizer, verifier: FakeVerifier) -> None:
         verifier.hold_at = 1
         verifier.welcome.max_sequences = 1
         async with fake_verifiers(verifier), running_router(tmp_path, tokenizer, [verifier]) as rig:

@@ -30,7 +30,8 @@ def valkey() -> Iterator[ValkeyServer]:
     try:
         yield server
     finally:
-        server.stop()
+        if server.is_running():
+            server.stop()
 
 
 def client(server: ValkeyServer) -> redis.Redis:
@@ -58,7 +59,7 @@ async def test_sessions_are_remembered_with_a_growing_epoch(valkey: ValkeyServer
         for n in range(3):
             store.remember_session("s", f"verifier-{n}", 10 + n)
             async with asyncio.timeout(5):
-                while (record := await store.session("s")) is None or record.committed_len != 10 + n:
+                while (record := await store.session("s")) is None or record.committed_len != 10 + n:  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
             assert record.verifier_id == f"verifier-{n}"
             epochs.append(record.epoch)
@@ -72,7 +73,7 @@ async def test_an_epoch_never_goes_backwards(valkey: ValkeyServer) -> None:
     async with running_store(valkey.connection_url) as (store, _):
         await until(lambda: store.is_up)
         store.remember_session("s", "v", 1)
-        await until(lambda: [key for key in client(valkey).scan_iter("*session")])
+        await until(lambda: list(client(valkey).scan_iter("*session")))
         (key,) = client(valkey).scan_iter("*session")
         ahead = 2**52  # a server whose clock was far ahead wrote this
         client(valkey).hset(key, "epoch", ahead)
@@ -98,7 +99,7 @@ async def test_a_record_of_another_version_is_none(valkey: ValkeyServer) -> None
     async with running_store(valkey.connection_url) as (store, _):
         await until(lambda: store.is_up)
         store.remember_session("s", "v", 1)
-        await until(lambda: [key for key in client(valkey).scan_iter("*session")])
+        await until(lambda: list(client(valkey).scan_iter("*session")))
         (key,) = client(valkey).scan_iter("*session")
         client(valkey).hdel(key, "epoch")
         assert await store.session("s") is None
@@ -174,7 +175,7 @@ class TestInTheRouter:
                 await rig.generate(self.request())
                 home = next(verifier for verifier in verifiers if verifier.submits)
                 away = next(verifier for verifier in verifiers if verifier is not home)
-                await until(lambda: [key for key in client(valkey).scan_iter("*session")])
+                await until(lambda: list(client(valkey).scan_iter("*session")))
                 for verifier in verifiers:
                     verifier.submits.clear()
                 await away.report(free_blocks=10, total_blocks=10)

@@ -163,8 +163,7 @@ class _Stream:
         watch.push(output)
         end: pb.SequenceEnd | None = None
         while end is None:
-            while verifier.hold_at is not None and len(output) >= verifier.hold_at:
-                await asyncio.sleep(0.002)
+            await until(lambda: verifier.hold_at is None or len(output) < verifier.hold_at, timeout_s=60)
             entry = pb.SequenceTokens(handle=message.handle, offset=len(output))
             while end is None and len(entry.token_ids) < verifier.tokens_per_frame:
                 token_id = verifier.script(message, output)

@@ -24,10 +24,10 @@ from treeserve_wire.channel import open_channel
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """A byte-level tokenizer of about 300 tokens with an end-of-sequence token and a chat template."""
     return Tokenizer.from_folder(
-        write_folder(byte_level_bpe(), folder, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+        write_folder(byte_level_bpe(), folder, eos_token="<|im_end|>", chat_template=chat_template)
     )
 
 

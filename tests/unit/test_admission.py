@@ -92,6 +92,14 @@ def test_refused_before_tokenising(admission: Admission, fields: dict[str, Any],
     assert caught.value.field == field
 
 
+async def test_what_the_chat_template_refuses_is_named_by_its_field(tmp_path: Path) -> None:
+    picky = Admission(load_tokenizer(tmp_path, "{{ raise_exception('system first') }}"), "tiny")
+    with pytest.raises(InvalidArgumentError) as caught:
+        await picky.admit(ask(messages=[{"role": "user", "content": "x"}]), WINDOW)
+    assert caught.value.field == "chat.messages"
+    assert "system first" in caught.value.reason
+
+
 def test_an_input_is_required(admission: Admission) -> None:
     with pytest.raises(InvalidArgumentError, match="input"):
         admission.check(replace(ask(), token_ids=None))

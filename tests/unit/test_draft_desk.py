@@ -40,7 +40,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.desk = DraftDesk(lambda: self.now, MAX_WAIT_S, lambda sequence: 4)
+        self.budget = 4
+        self.desk = DraftDesk(lambda: self.now, MAX_WAIT_S, lambda sequence: self.budget)
 
     def attach(self, *sources: str, wants_top_tokens: bool = False) -> tuple[Speculator, Outbox]:
         outbox = Outbox()
@@ -176,6 +177,19 @@ def test_waiting_adapts_and_gives_up_on_a_silent_speculator() -> None:
     bench.now += 0.001
     bench.desk.propose(speculator, 1, _chain(sequence, 7))
     assert speculator.responsive, "a tree in time is forgiven"
+
+
+def test_nobody_waits_for_a_tree_that_was_not_asked_for() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = make_sequence()
+    bench.budget = 0
+    bench.desk.open(sequence)
+    for _ in range(5):
+        assert bench.desk.wait_until(sequence) <= bench.now
+        bench.now += 0.05
+        bench.advance(sequence, 7)
+    assert speculator.responsive
 
 
 def test_top_tokens_go_only_to_those_who_want_them() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry
+from support.fake_verifier import until
 from support.router_rig import load_tokenizer
 
 from treeserve_core.errors import TreeserveError, UnavailableError
@@ -95,8 +96,7 @@ async def test_counts_of_replayed_sequences_add_up(dispatcher: RecordingDispatch
     box.put(Ended(None, stats=stats, error=UnavailableError("draining")))
     assert isinstance(await anext(events), TokenChunk)
     more = asyncio.ensure_future(anext(events))
-    while len(dispatcher.tickets) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(dispatcher.tickets) == 2)
     stats = SpeculationStats(steps=1, drafted=4, accepted=3, accepted_per_depth=[2, 1])
     box.put(Tokens(2, (72,)))
     box.put(Ended(FinishReason.LENGTH, stats=stats))
@@ -124,8 +124,7 @@ async def test_tokens_that_cannot_be_right_are_replayed(
     dispatcher.tickets[0].mailbox.put(tokens)
     async with aclosing(events):
         next_event = asyncio.ensure_future(anext(events))
-        while len(dispatcher.tickets) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(dispatcher.tickets) == 2)
         assert dispatcher.withdrawn == dispatcher.tickets[:1]
         assert dispatcher.tickets[1].generated_token_ids == ()
         dispatcher.tickets[1].mailbox.put(Tokens(0, (70,), (PositionLogProbs(70, -1.0),)))
@@ -135,9 +134,7 @@ async def test_tokens_that_cannot_be_right_are_replayed(
     assert chunk.token_ids == (70,)
 
 
-async def test_failures_without_progress_end_the_request(
-    dispatcher: RecordingDispatcher, tokenizer: Tokenizer
-) -> None:
+async def test_failures_without_progress_end_the_request(dispatcher: RecordingDispatcher, tokenizer: Tokenizer) -> None:
     events = start(dispatcher, tokenizer)
     await anext(events)
     box = dispatcher.tickets[0].mailbox
@@ -147,8 +144,7 @@ async def test_failures_without_progress_end_the_request(
         assert isinstance(await anext(events), TokenChunk)
     failing = asyncio.ensure_future(anext(events))
     for tries in (5, 6):  # two more after the fourth loss
-        while len(dispatcher.tickets) < tries:
-            await asyncio.sleep(0)
+        await until(lambda tries=tries: len(dispatcher.tickets) == tries)
         box.put(Lost("v", "gone"))
     with pytest.raises(UnavailableError, match="gone"):
         await failing

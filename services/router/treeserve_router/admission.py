@@ -147,10 +147,16 @@ class Admission:
         if ask.token_ids is not None:
             return "tokens.token_ids", ask.token_ids
         if ask.messages is not None:
-            chars = sum(len(message["content"]) for message in ask.messages)
-            return "chat.messages", await _maybe_in_thread(self._tokenizer.render_chat, ask.messages, chars)
+            return "chat.messages", await self._render(ask.messages)
         assert ask.prompt is not None
         return "prompt", await _maybe_in_thread(self._tokenizer.encode, ask.prompt, len(ask.prompt))
+
+    async def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        chars = sum(len(message["content"]) for message in messages)
+        try:
+            return await _maybe_in_thread(self._tokenizer.render_chat, messages, chars)
+        except InvalidArgumentError as error:  # the template knows its messages, not the field they came in
+            raise InvalidArgumentError("chat.messages", error.reason) from error
 
 
 async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:

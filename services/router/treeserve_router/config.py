@@ -9,6 +9,8 @@ from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
 
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
 
 def _option(text: str) -> dict[str, str]:
     return {"help": text}
@@ -51,5 +53,7 @@ class RouterConfig:
                 raise InvalidArgumentError(name, "must be a number of seconds, not negative")
         if self.session_ttl_s < 1:
             raise InvalidArgumentError("session_ttl_s", "must be at least 1 s")
+        if self.redis_url is not None and not self.redis_url.startswith(_REDIS_SCHEMES):
+            raise InvalidArgumentError("redis_url", f"begins with none of {', '.join(_REDIS_SCHEMES)}")
         if not self.model_name:
             raise InvalidArgumentError("model_name", "is empty")

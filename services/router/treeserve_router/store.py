@@ -96,17 +96,17 @@ class RedisStore:
         self._remember = self._redis.register_script(_REMEMBER_SESSION)
         self._session_ttl_ms = round(session_ttl_s * 1000)
         self._observe_s = observe_s
-        self._is_up = False
+        self._state: bool | None = None  # whether the last call succeeded; None before the first
         self._writes: set[asyncio.Task[None]] = set()
 
     @property
     def is_up(self) -> bool:
         """Whether the server answered the last call."""
-        return self._is_up
+        return self._state is True
 
     async def session(self, session_id: str) -> SessionRecord | None:
         """The session's record, if there is one and the server answers within the time limit."""
-        if not self._is_up:
+        if not self.is_up:
             return None
         key = _session_key(session_id)
         fields = await self._soft(lambda: cast("Awaitable[dict[str, str]]", self._redis.hgetall(key)))
@@ -114,7 +114,7 @@ class RedisStore:
 
     def remember_session(self, session_id: str, verifier_id: str, committed_len: int) -> None:
         """Write the session's record in the background; dropped while the server is down."""
-        if not self._is_up:
+        if not self.is_up:
             return
         arguments: list[str | int] = [verifier_id, committed_len, self._session_ttl_ms]
         call = self._soft(lambda: self._remember(keys=[_session_key(session_id)], args=arguments))
@@ -129,10 +129,7 @@ class RedisStore:
             leases: verifier id to address of the verifiers this router is connected to now.
         """
         while True:
-            was_up = self._is_up
             await self._soft(lambda: self._renew(leases()))
-            if self._is_up != was_up:
-                _log.warning("session store changed", is_up=self._is_up)
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
@@ -154,11 +151,13 @@ class RedisStore:
             async with self._timed():
                 result = await call()
         except (RedisError, OSError, TimeoutError) as error:
-            if self._is_up:
-                _log.warning("session store failed", reason=str(error) or type(error).__name__)
-            self._is_up = False
+            if self._state is not False:
+                _log.warning("session store lost", reason=str(error) or type(error).__name__)
+            self._state = False
             return None
-        self._is_up = True
+        if not self._state:
+            _log.info("session store connected")
+        self._state = True
         return result
 
     @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,11 @@ class SpeculatorConfig:
     model_folder: Path = field(metadata=_option("folder of the target model; only its tokenizer and config are read"))
     model_name: str = field(metadata=_option("served model name, the same as the verifier's"))
     verifiers: tuple[str, ...] = field(
-        default=("127.0.0.1:50052",), metadata=_option("verifier addresses: host:port or unix:/path")
+        default=("127.0.0.1:50052",), metadata=_option("verifier addresses: host:port, unix:/path, or dns://name:port")
     )
     listen: str = field(default="127.0.0.1:50053", metadata=_option("address of the health service"))
     metrics_listen: str = field(default="", metadata=_option("address of Prometheus metrics; empty switches them off"))
-    speculator_id: str = field(default="speculator", metadata=_option("name in logs and metrics"))
+    speculator_id: str = field(default_factory=socket.gethostname, metadata=_option("name in logs and metrics"))
     sources: tuple[str, ...] = field(
         default=("ngram", "suffix", "recycling"),
         metadata=_option("draft sources: ngram, suffix, recycling, ssm or package.module:factory"),

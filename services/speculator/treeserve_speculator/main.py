@@ -19,6 +19,7 @@ from treeserve_core.identity import ModelIdentity
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.conversation import DraftPeer
 from treeserve_speculator.draft_client import DraftClient, draft_hello
+from treeserve_speculator.draft_clients import DraftClients
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.session import DraftSession
@@ -26,6 +27,7 @@ from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.config import load_config
+from treeserve_wire.discovery import PeerWatch
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
 
@@ -62,13 +64,16 @@ async def serve(
             hello=draft_hello(config.speculator_id, identity, drafter),
             metrics=metrics,
         )
-        clients = [DraftClient(address, peer, random.Random()) for address in config.verifiers]
-        loop = asyncio.get_running_loop()
+        clients = DraftClients(lambda address: DraftClient(address, peer, random.Random()))
+        stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, _stop_all, clients)
+            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
         address = await server.start()
         _log.info("speculator ready", health=address, sources=drafter.source_names, verifiers=config.verifiers)
-        await asyncio.gather(*(client.run() for client in clients))
+        watching = asyncio.create_task(PeerWatch(config.verifiers).run(clients.update))
+        await stop.wait()
+        watching.cancel()
+        await clients.stop()
         await server.drain(_DRAIN_GRACE_S)
 
 
@@ -96,8 +101,3 @@ def build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: Sp
         limits=TreeLimits(config.max_nodes, config.max_depth),
         metrics=metrics,
     )
-
-
-def _stop_all(clients: Sequence[DraftClient]) -> None:
-    for client in clients:
-        client.stop()

@@ -79,6 +79,7 @@ class _Seat:
     speculator: Speculator
     handle: int
     asked_at: float
+    asked: bool  # whether a tree was asked for: a budget of 0 asks for none
     proposal: DraftProposal | None = None
     answered_len: int = 0  # base of the newest proposal taken
 
@@ -153,16 +154,16 @@ class DraftDesk:
 
     def committed(self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...]) -> None:
         """Tell the sequence's speculators what was committed after `base_len`, and start waiting for their trees."""
-        now = self._clock()
+        now, budget = self._clock(), self._budget_of(sequence)
         for seat in self._seats.get(sequence, ()):
-            if seat.answered_len < base_len and now - seat.asked_at > self._max_wait_s:
+            if seat.asked and seat.answered_len < base_len and now - seat.asked_at > self._max_wait_s:
                 seat.speculator.misses += 1
-            seat.asked_at = now
+            seat.asked_at, seat.asked = now, budget > 0
             notice = CommitNotice(
                 seat.handle,
                 base_len,
                 tuple(sequence.tokens[base_len:]),
-                self._budget_of(sequence),
+                budget,
                 top_token_ids if seat.speculator.wants_top_tokens else (),
             )
             seat.speculator.outbox.commit(notice)
@@ -219,7 +220,7 @@ class DraftDesk:
             if seat.speculator.latency_s
             else seat.asked_at + self._max_wait_s
             for seat in self._seats.get(sequence, ())
-            if seat.answered_len < len(sequence.tokens) and seat.speculator.responsive
+            if seat.asked and seat.answered_len < len(sequence.tokens) and seat.speculator.responsive
         ]
         return max(deadlines, default=0.0)
 
@@ -231,8 +232,9 @@ class DraftDesk:
         handle = speculator.next_handle
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
-        self._seats[sequence].append(_Seat(speculator, handle, self._clock()))
-        speculator.outbox.assign(handle, sequence, self._budget_of(sequence))
+        budget = self._budget_of(sequence)
+        self._seats[sequence].append(_Seat(speculator, handle, self._clock(), asked=budget > 0))
+        speculator.outbox.assign(handle, sequence, budget)
 
     @staticmethod
     def _with_global_sources(speculator: Speculator, tree: TokenTree) -> TokenTree:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import structlog
@@ -12,6 +14,7 @@ import uvloop
 from opentelemetry import trace
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.config import load_config as load_model_config
 from treeserve_engine.model import LlamaModel
@@ -127,7 +130,6 @@ class Verifier:
 
 async def run(config: VerifierConfig) -> None:
     """Load, serve, drain."""
-    setup_logging("verifier", config.log_level)
     tracer = setup_tracing("treeserve-verifier", config.otlp_endpoint)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -138,6 +140,11 @@ async def run(config: VerifierConfig) -> None:
     await verifier.serve(stop)
 
 
-def main() -> None:
-    """Entry point of `python -m treeserve_verifier`."""
-    uvloop.run(run(load_config(VerifierConfig)))
+def main(argv: SequenceOf[str] | None = None) -> None:
+    """Run until SIGTERM or SIGINT. Exits with a message if the configuration or the model cannot be used."""
+    try:
+        config = load_config(VerifierConfig, argv)
+        setup_logging("verifier", config.log_level)
+        uvloop.run(run(config))
+    except (TreeserveError, ValueError, OSError) as error:
+        sys.exit(f"treeserve_verifier: {error}")

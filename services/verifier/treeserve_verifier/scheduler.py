@@ -78,9 +78,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self._waiting and len(self._running) < self._config.max_sequences:
             sequence = self._waiting[0]
-            # A block of headroom for each running sequence keeps fresh admissions from being preempted at once.
-            needed = self._blocks_for(len(sequence.tokens) + 1) + len(self._running)
-            if needed > self._blocks.free_blocks and self._running:
+            if self._running and self._blocks_for_all(*self._running, sequence) > self._blocks.total_blocks:
                 break
             self._waiting.popleft()
             self._blocks.add(sequence.seq_id)
@@ -184,5 +182,6 @@ class Scheduler:
             return
         self._on_end(sequence)
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._config.block_size)
+    def _blocks_for_all(self, *sequences: Sequence) -> int:
+        """Blocks for the tokens of these sequences, and one each to grow into: a fresh one is not preempted at once."""
+        return sum(-(-len(s.tokens) // self._config.block_size) + 1 for s in sequences)

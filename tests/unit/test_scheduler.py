@@ -1,0 +1,171 @@
+"""The scheduler: admission, preemption, cancelling, settling."""
+
+from __future__ import annotations
+
+import pytest
+from support.sequences import EOS, make_config, make_sequence
+
+from treeserve_core.errors import OverloadedError, UnavailableError
+from treeserve_core.outcome import FinishReason, VerifyOutcome
+from treeserve_core.tree import TokenTree
+from treeserve_engine.block_manager import BlockManager
+from treeserve_verifier.planner import PlannedSequence, StepPlan
+from treeserve_verifier.scheduler import Scheduler
+from treeserve_verifier.sequence import Emission, Sequence
+
+
+class Bench:
+    """A scheduler over a pool of `blocks` blocks of 4 tokens."""
+
+    def __init__(self, blocks: int = 64, **config: int) -> None:
+        self.blocks = BlockManager(blocks, 4)
+        self.ended: list[Sequence] = []
+        self.emitted: list[Emission] = []
+        changes = {"kv_tokens": 4 * blocks, "max_context_tokens": 4 * blocks - 4, **config}
+        self.scheduler = Scheduler(make_config(**changes), self.blocks, self.ended.append)
+
+    def submit(self, prompt_len: int = 3, max_tokens: int = 8) -> Sequence:
+        sequence = make_sequence(range(1, prompt_len + 1), max_tokens, emit=self.emitted.append)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def prefill(self, *sequences: Sequence) -> None:
+        """Run whole prompts up to the root, as steps would."""
+        plan = self.plan(*sequences)
+        for planned in plan.sequences:
+            self.blocks.commit(planned.sequence.seq_id, range(planned.rows))
+            self.scheduler.settle(planned, None)
+
+    def plan(self, *sequences: Sequence, tree: TokenTree | None = None) -> StepPlan:
+        planned = [PlannedSequence(s, self.scheduler.uncomputed(s), tree) for s in sequences]
+        return self.scheduler.reserve(StepPlan(tuple(planned)))
+
+    def check_free(self) -> None:
+        self.blocks.check_integrity()
+        assert self.blocks.free_blocks == self.blocks.total_blocks
+
+
+def test_sequences_run_in_order_while_places_last() -> None:
+    bench = Bench(max_sequences=2)
+    sequences = [bench.submit() for _ in range(3)]
+    assert bench.scheduler.admit() == sequences[:2]
+    bench.scheduler.cancel(sequences[0])
+    assert bench.scheduler.admit() == sequences[2:]
+    assert len(bench.scheduler) == 2 and bench.ended == [sequences[0]]
+
+
+def test_sequences_wait_for_blocks_but_one_always_runs() -> None:
+    bench = Bench(blocks=8)
+    big = [bench.submit(prompt_len=20, max_tokens=4) for _ in range(2)]
+    assert bench.scheduler.admit() == big[:1]
+    bench.prefill(big[0])
+    assert bench.scheduler.admit() == []
+    bench.scheduler.cancel(big[0])
+    assert bench.scheduler.admit() == big[1:]
+
+
+def test_waiting_is_bounded() -> None:
+    bench = Bench(max_waiting=2)
+    bench.submit()
+    bench.submit()
+    with pytest.raises(OverloadedError):
+        bench.submit()
+
+
+def test_tokens_are_appended_emitted_and_ended() -> None:
+    bench = Bench()
+    sequence = bench.submit()
+    bench.scheduler.admit()
+    planned = bench.plan(sequence, tree=TokenTree.root_only(3)).sequences[0]
+    bench.blocks.commit(sequence.seq_id, range(planned.rows))
+    bench.scheduler.settle(planned, VerifyOutcome((), (7,)))
+    assert sequence.tokens == [1, 2, 3, 7] and sequence.output_len == 1
+    planned = bench.plan(sequence, tree=TokenTree.chain((7, 8))).sequences[0]
+    bench.blocks.commit(sequence.seq_id, (0, 1))
+    bench.scheduler.settle(planned, VerifyOutcome((1,), (8, EOS), FinishReason.STOP))
+    assert [(e.offset, e.token_ids, e.finish_reason) for e in bench.emitted] == [
+        (0, (7,), None),
+        (1, (8, EOS), FinishReason.STOP),
+    ]
+    assert (sequence.stats.steps, sequence.stats.drafted, sequence.stats.accepted) == (2, 1, 1)
+    assert bench.ended == [sequence]
+    bench.check_free()
+
+
+def test_calibration_follows_what_is_accepted() -> None:
+    bench = Bench()
+    sequence = bench.submit(max_tokens=100)
+    bench.scheduler.admit()
+    bench.prefill(sequence)
+    for _ in range(20):
+        planned = PlannedSequence(sequence, 1, TokenTree.chain((3, 50, 51)), expected=1.8)
+        bench.blocks.reserve(sequence.seq_id, planned.rows)
+        bench.blocks.commit(sequence.seq_id, (0,))
+        bench.scheduler.settle(planned, VerifyOutcome((), (3,)))
+    assert sequence.calibration < 0.35
+
+
+def test_cancel_during_a_step_waits_for_it_and_emits_nothing() -> None:
+    bench = Bench()
+    sequence = bench.submit()
+    bench.scheduler.admit()
+    planned = bench.plan(sequence, tree=TokenTree.root_only(3)).sequences[0]
+    bench.scheduler.cancel(sequence)
+    assert bench.ended == [], "the step owns it"
+    bench.blocks.commit(sequence.seq_id, range(planned.rows))
+    bench.scheduler.settle(planned, VerifyOutcome((), (7,)))
+    assert bench.ended == [sequence] and bench.emitted == []
+    bench.check_free()
+
+
+def test_draft_nodes_go_before_anyone_is_preempted() -> None:
+    bench = Bench(blocks=4)
+    sequence = bench.submit(prompt_len=9)
+    bench.scheduler.admit()
+    bench.prefill(sequence)
+    tree = TokenTree((9, *range(20, 30)), (-1, *[0] * 10))
+    planned = bench.scheduler.reserve(StepPlan((PlannedSequence(sequence, 1, tree),))).sequences[0]
+    assert planned.rows == 1 and planned.tree == TokenTree.root_only(9)
+    assert bench.scheduler.preemptions == 0
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    bench = Bench(blocks=6)
+    old, young = bench.submit(prompt_len=7), bench.submit(prompt_len=7)
+    assert bench.scheduler.admit() == [old, young]
+    bench.prefill(old, young)
+    old.tokens += range(40, 52)  # it has grown: 19 tokens need 5 blocks
+    late = bench.submit(prompt_len=3)
+    plan = bench.plan(old, young)
+    assert [p.sequence for p in plan.sequences] == [old]
+    assert bench.scheduler.preemptions == 1 and bench.scheduler.running == (old,)
+    bench.blocks.rollback(old.seq_id)
+    bench.scheduler.settle(plan.sequences[0], None)
+    bench.scheduler.cancel(old)
+    assert bench.scheduler.admit() == [young, late]
+    assert bench.scheduler.uncomputed(young) == 7, "its KV is computed again"
+    assert young.tokens == list(range(1, 8)), "no token is lost"
+
+
+def test_a_failed_step_ends_only_its_sequence() -> None:
+    bench = Bench()
+    sick, well = bench.submit(), bench.submit()
+    bench.scheduler.admit()
+    plan = bench.plan(sick, well)
+    for planned in plan.sequences:
+        bench.blocks.rollback(planned.sequence.seq_id)
+    bench.scheduler.settle_failed(plan.sequences[0], FloatingPointError("NaN"))
+    bench.scheduler.settle(plan.sequences[1], None)
+    assert [type(e.error) for e in bench.emitted] == [FloatingPointError]
+    assert bench.scheduler.running == (well,)
+
+
+def test_shutting_down_hands_everything_back() -> None:
+    bench = Bench(max_sequences=1)
+    sequences = [bench.submit() for _ in range(3)]
+    bench.scheduler.admit()
+    bench.prefill(sequences[0])
+    bench.scheduler.fail_all("over")
+    assert [type(e.error) for e in bench.emitted] == [UnavailableError] * 3
+    assert len(bench.scheduler) == 0 and set(bench.ended) == set(sequences)
+    bench.check_free()
