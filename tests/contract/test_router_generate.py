@@ -129,6 +129,7 @@ class TestStream:
         assert seen.finished.usage.completion_tokens == kept
         assert seen.finished.reason == common.FINISH_REASON_STOP
         assert seen.finished.stop_string == "STOP"
+        assert seen.finished.speculation.steps > 0
 
     async def test_held_back_tokens_come_out_when_the_length_is_reached(
         self, rig: RouterRig, verifier: FakeVerifier, tokenizer: Tokenizer

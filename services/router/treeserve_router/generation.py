@@ -106,7 +106,9 @@ class Generation:
                 tokens, outcome = self._absorb(await self._next_events())
                 for chunk in self._show(tokens):
                     yield chunk
-                reason = FinishReason.STOP if self._visible.stopped is not None else self._settle(outcome)
+                reason = self._settle(outcome)
+                if self._visible.stopped is not None:
+                    reason = FinishReason.STOP
             if (rest := self._visible.flush()) is not None:
                 yield rest
             yield self._finished(reason)
@@ -181,7 +183,7 @@ class Generation:
                 return FinishReason.CANCELLED
             case Stranded():
                 raise UnavailableError("no verifier can take the request")
-            case Ended(reason, _, stats, error):
+            case Ended(reason, stats, error):
                 self._add(stats)
                 if isinstance(error, UnavailableError | OverloadedError):
                     return self._replay(error)

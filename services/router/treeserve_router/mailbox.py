@@ -29,7 +29,6 @@ class Ended:
     """The verifier ended it: with a reason, or with an error."""
 
     reason: FinishReason | None
-    stop_string: str = ""
     stats: SpeculationStats | None = None
     error: Exception | None = None
 

@@ -31,29 +31,29 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._duration = Histogram(
+        self.duration = Histogram(
             "gen_ai_server_request_duration_seconds",
             "Time from a request's arrival to its last token.",
             ["service_class", "outcome"],
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self._ttft = Histogram(
+        self.ttft = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
             ["service_class"],
             buckets=_TTFT_BUCKETS,
             registry=registry,
         )
-        self._tpot = Histogram(
+        self.tpot = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "Time per output token after the first.",
             ["service_class"],
             buckets=_TPOT_BUCKETS,
             registry=registry,
         )
-        self._prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens admitted.", registry)
-        self._output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
+        self.prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens admitted.", registry)
+        self.output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
         self._drafts = _counter("spec_decode_num_drafts", "Verify steps.", registry)
         self._draft_tokens = _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", registry)
         self._accepted_tokens = _counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.", registry)
@@ -70,7 +70,7 @@ class RouterMetrics:
         self.redis_s = Histogram(
             "treeserve_router_redis_seconds", "Time of a call to Redis.", buckets=_REDIS_BUCKETS, registry=registry
         )
-        self._active = Gauge("treeserve_router_active_requests", "Requests in progress.", registry=registry)
+        self.active = Gauge("treeserve_router_active_requests", "Requests in progress.", registry=registry)
 
     def watch(self, queue: RequestQueue, num_verifiers: Callable[[], int]) -> None:
         """Report the queue's depth and age per class, and the connected verifiers, whenever metrics are read."""
@@ -113,29 +113,29 @@ class RequestMeter:
         self._arrived = clock()
         self._first_token: float | None = None
         self._num_tokens = 0
-        metrics._active.inc()
+        metrics.active.inc()
 
     def admitted(self, prompt_tokens: int) -> None:
         """Count the prompt."""
-        self._metrics._prompt_tokens.inc(prompt_tokens)
+        self._metrics.prompt_tokens.inc(prompt_tokens)
 
     def tokens(self, num_tokens: int, span: Span) -> None:
         """Count tokens shown to the client."""
         if self._first_token is None:
             self._first_token = self._clock()
             span.add_event("first_token")
-            self._metrics._ttft.labels(self._service_class).observe(self._first_token - self._arrived)
+            self._metrics.ttft.labels(self._service_class).observe(self._first_token - self._arrived)
         self._num_tokens += num_tokens
-        self._metrics._output_tokens.inc(num_tokens)
+        self._metrics.output_tokens.inc(num_tokens)
 
     def ended(self, outcome: str) -> None:
         """Observe the whole request; call once."""
         now = self._clock()
-        self._metrics._active.dec()
-        self._metrics._duration.labels(self._service_class, outcome).observe(now - self._arrived)
+        self._metrics.active.dec()
+        self._metrics.duration.labels(self._service_class, outcome).observe(now - self._arrived)
         if self._first_token is not None and self._num_tokens > 1:
             per_token = (now - self._first_token) / (self._num_tokens - 1)
-            self._metrics._tpot.labels(self._service_class).observe(per_token)
+            self._metrics.tpot.labels(self._service_class).observe(per_token)
 
 
 def _counter(name: str, documentation: str, registry: CollectorRegistry) -> Counter:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from treeserve_core.identity import ModelIdentity
 from treeserve_router.placement import VerifierState
 from treeserve_router.verifier_link import VerifierLink
-from treeserve_wire import codec
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,14 @@ class VerifierPool:
 
     def served_model(self) -> ServedModel | None:
         """The model, or None while no verifier serves it."""
-        welcomes = [link.welcome for link in self._links.values() if link.welcome is not None]
-        if not welcomes:
+        offers = [link.offer for link in self._links.values() if link.offer is not None]
+        if not offers:
             return None
         return ServedModel(
-            identity=codec.identity_from_proto(welcomes[0].model),
-            max_context_tokens=max(w.max_context_tokens for w in welcomes),
-            verifiers=len(welcomes),
-            dtype=welcomes[0].dtype,
+            identity=offers[0].model,
+            max_context_tokens=max(offer.max_context_tokens for offer in offers),
+            verifiers=len(offers),
+            dtype=offers[0].dtype,
         )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One Decode stream to one verifier: submits sequences, delivers what comes back, and connects again when it breaks."""
+"""The link to one verifier: shakes hands, keeps a Decode stream, and connects again when it breaks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,21 @@ import structlog
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve.verifier.v1.verifier_pb2_grpc import VerifierServiceStub
-from treeserve_core.errors import (
-    HandshakeError,
-    InvalidArgumentError,
-    OverloadedError,
-    TreeserveError,
-    UnavailableError,
-)
+from treeserve_core.errors import HandshakeError, TreeserveError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
-from treeserve_router.mailbox import Ended, Lost, Placed, Tokens
+from treeserve_router.decode_stream import DecodeStream, VerifierOffer, read_frame
+from treeserve_router.mailbox import Lost
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
 from treeserve_wire import codec
-from treeserve_wire.channel import MAX_MESSAGE_BYTES, open_channel
-from treeserve_wire.credits import CreditWindow
-from treeserve_wire.status import error_from_rpc, from_status
+from treeserve_wire.channel import open_channel
+from treeserve_wire.status import error_from_rpc
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-# Longest time a verifier that refused a sequence is left alone; its next load report may tell more.
-_MAX_HOLD_OFF_S = 1.0
-# Submissions share a frame up to this size; a frame must stay below the message limit.
-_SUBMIT_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
-_MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - 1024
 
 _log = structlog.get_logger(__name__)
-
-_Call = grpc.aio.StreamStreamCall[pb.DecodeRequest, pb.DecodeResponse]
 
 
 class VerifierLink:
@@ -76,9 +63,9 @@ class VerifierLink:
         return self._stream.state if self._stream is not None else None
 
     @property
-    def welcome(self) -> pb.DecodeWelcome | None:
+    def offer(self) -> VerifierOffer | None:
         """What the verifier said of itself; None while it is not connected."""
-        return self._stream.welcome if self._stream is not None else None
+        return self._stream.offer if self._stream is not None else None
 
     @property
     def is_idle(self) -> bool:
@@ -116,24 +103,23 @@ class VerifierLink:
         call = VerifierServiceStub(channel).Decode()
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await call.write(pb.DecodeRequest(hello=self._hello))
-            frame = await _read_frame(call)
+            frame = await read_frame(call)
         if frame.WhichOneof("frame") != "welcome":
             raise HandshakeError("the verifier's first frame is no welcome")
-        self._check(frame.welcome)
-        return DecodeStream(self.address, call, frame.welcome, self._token_credit, self._on_change)
+        offer = _offer(frame.welcome)
+        self._check(offer)
+        return DecodeStream(self.address, call, offer, self._token_credit, self._on_change)
 
-    def _check(self, welcome: pb.DecodeWelcome) -> None:
-        check_protocol(welcome.protocol_version)
-        theirs = codec.identity_from_proto(welcome.model)
+    def _check(self, offer: VerifierOffer) -> None:
         for what in ("name", "tokenizer_hash", "vocab_size", "eos_token_ids"):
-            ours = getattr(self._model, what)
-            if getattr(theirs, what) != ours:
-                raise HandshakeError(f"{what} differs: the router has {ours!r}, the verifier {getattr(theirs, what)!r}")
-        if welcome.max_sequences < 1 or welcome.max_context_tokens < 1:
+            ours, theirs = getattr(self._model, what), getattr(offer.model, what)
+            if ours != theirs:
+                raise HandshakeError(f"{what} differs: the router has {ours!r}, the verifier {theirs!r}")
+        if offer.max_sequences < 1 or offer.max_context_tokens < 1:
             raise HandshakeError("the verifier takes no sequences")
 
     async def _serve(self, stream: DecodeStream) -> None:
-        _log.info("verifier connected", address=self.address, verifier_id=stream.welcome.verifier_id)
+        _log.info("verifier connected", address=self.address, verifier_id=stream.offer.verifier_id)
         self._stream = stream
         self._on_change()
         try:
@@ -151,216 +137,13 @@ class VerifierLink:
         _log.warning("verifier not connected", address=self.address, reason=reason, exc_info=not expected)
 
 
-class DecodeStream:
-    """A stream after its handshake: the handles, and the frames that wait to be written. Lives as long as the call."""
-
-    def __init__(
-        self, address: str, call: _Call, welcome: pb.DecodeWelcome, token_credit: int, on_change: Callable[[], None]
-    ) -> None:
-        self.welcome = welcome
-        self._address = address
-        self._call = call
-        self._on_change = on_change
-        self._window = CreditWindow(token_credit)
-        self._load = pb.LoadReport()
-        self._tickets: dict[int, Ticket] = {}
-        self._handles: dict[Ticket, int] = {}
-        self._unreported: set[int] = set()
-        self._last_handle = 0
-        self._held_off = False
-        # What waits to be written: each kind gathers, so a busy moment costs one frame of each.
-        self._submits: dict[int, pb.SubmitSequence] = {}
-        self._cancels: list[int] = []
-        self._credit = 0
-        self._to_write = asyncio.Event()
-
-    @property
-    def state(self) -> VerifierState:
-        """What placement may know. A report may be older than the last submissions, so those count on top."""
-        return VerifierState(
-            address=self._address,
-            verifier_id=self.welcome.verifier_id,
-            max_context_tokens=self.welcome.max_context_tokens,
-            max_sequences=self.welcome.max_sequences,
-            sequences=max(self._load.sequences + len(self._unreported), len(self._tickets)),
-            free_blocks=self._load.free_blocks,
-            total_blocks=self._load.total_blocks,
-            draining=self._load.draining,
-            holding_off=self._held_off,
-        )
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no sequence runs on this stream."""
-        return not self._tickets
-
-    def submit(self, ticket: Ticket) -> None:
-        """Give a sequence to the verifier."""
-        handle = self._new_handle()
-        message = _submit_message(handle, ticket)
-        if message.ByteSize() > _MAX_SUBMIT_BYTES:
-            error = InvalidArgumentError("prompt", f"{ticket.num_tokens} tokens do not fit one message to a verifier")
-            ticket.mailbox.put(Ended(None, error=error))
-            return
-        self._tickets[handle] = ticket
-        self._handles[ticket] = handle
-        self._unreported.add(handle)
-        self._submits[handle] = message
-        self._to_write.set()
-        ticket.mailbox.put(Placed(self.welcome.verifier_id))
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Drop a sequence, if it still runs here."""
-        handle = self._handles.get(ticket)
-        if handle is None:
-            return
-        self._forget(handle)
-        if self._submits.pop(handle, None) is None:
-            self._cancels.append(handle)
-            self._to_write.set()
-        self._on_change()
-
-    def lose_all(self, why: str) -> None:
-        """Tell the owners of all sequences that nothing more will come."""
-        for handle, ticket in list(self._tickets.items()):
-            self._forget(handle)
-            ticket.mailbox.put(Lost(self.welcome.verifier_id, why))
-
-    async def run(self) -> None:
-        """Read and write until the stream ends.
-
-        Raises:
-            grpc.RpcError: when the call fails.
-            UnavailableError: when the verifier closes the stream.
-        """
-        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            task.result()
-
-    async def _read(self) -> None:
-        while True:
-            frame = await _read_frame(self._call)
-            match frame.WhichOneof("frame"):
-                case "tokens":
-                    for entry in frame.tokens.sequences:
-                        self._deliver(entry)
-                    self._grant(self._window.consume())
-                case "load":
-                    self._load = frame.load
-                    self._unreported.clear()
-                    self._on_change()
-                case kind:
-                    raise UnavailableError(f"the verifier sent an unexpected frame ({kind})")
-
-    async def _write(self) -> None:
-        while True:
-            await self._to_write.wait()
-            self._to_write.clear()
-            while (frame := self._next_frame()) is not None:
-                try:
-                    await self._call.write(frame)
-                except asyncio.InvalidStateError:  # the call has ended: the reader learns why
-                    return
-
-    def _next_frame(self) -> pb.DecodeRequest | None:
-        if self._credit:
-            frames, self._credit = self._credit, 0
-            return pb.DecodeRequest(credit=pb.Credit(frames=frames))
-        if self._cancels:
-            handles, self._cancels = self._cancels, []
-            return pb.DecodeRequest(cancel=pb.Cancel(handles=handles))
-        if self._submits:
-            return pb.DecodeRequest(submit=pb.Submit(sequences=self._take_submits()))
-        return None
-
-    def _take_submits(self) -> list[pb.SubmitSequence]:
-        taken: list[pb.SubmitSequence] = []
-        size = 0
-        while self._submits:
-            handle, message = next(iter(self._submits.items()))
-            size += message.ByteSize()
-            if taken and size > _SUBMIT_FRAME_BYTES:
-                break
-            taken.append(self._submits.pop(handle))
-        return taken
-
-    def _deliver(self, entry: pb.SequenceTokens) -> None:
-        ticket = self._tickets.get(entry.handle)
-        if ticket is None:  # cancelled; these tokens were on their way
-            return
-        if entry.token_ids:
-            log_probs = codec.log_probs_from_proto(entry.log_probs)
-            ticket.mailbox.put(Tokens(entry.offset, tuple(entry.token_ids), log_probs))
-        if entry.HasField("end"):
-            self._forget(entry.handle)
-            ended = _ended(entry.end)
-            if isinstance(ended.error, OverloadedError):
-                self._hold_off(ended.error.retry_after_s)
-            ticket.mailbox.put(ended)
-            self._on_change()
-
-    def _forget(self, handle: int) -> None:
-        del self._handles[self._tickets.pop(handle)]
-        self._unreported.discard(handle)
-
-    def _grant(self, frames: int) -> None:
-        if frames:
-            self._credit += frames
-            self._to_write.set()
-
-    def _hold_off(self, retry_after_s: float) -> None:
-        def resume() -> None:
-            self._held_off = False
-            self._on_change()
-
-        if not self._held_off:
-            self._held_off = True
-            asyncio.get_running_loop().call_later(min(retry_after_s, _MAX_HOLD_OFF_S), resume)
-
-    def _new_handle(self) -> int:
-        while True:
-            self._last_handle = (self._last_handle + 1) % 2**32
-            if self._last_handle not in self._tickets:
-                return self._last_handle
-
-
-async def _read_frame(call: _Call) -> pb.DecodeResponse:
-    frame = await call.read()
-    if not isinstance(frame, pb.DecodeResponse):
-        raise UnavailableError("the verifier closed the stream")
-    return frame
-
-
-def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:
-    request = ticket.request
-    speculation, service_level = codec.limits_to_proto(request.limits)
-    return pb.SubmitSequence(
-        handle=handle,
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        generated_token_ids=ticket.generated_token_ids,
-        sampling=codec.sampling_to_proto(request.sampling),
-        stopping=codec.stopping_to_proto(request.stopping),
-        speculation=speculation,
-        service_level=service_level,
-        traceparent=ticket.traceparent,
+def _offer(welcome: pb.DecodeWelcome) -> VerifierOffer:
+    """Decode a welcome. Raises HandshakeError if the verifier speaks another protocol version."""
+    check_protocol(welcome.protocol_version)
+    return VerifierOffer(
+        verifier_id=welcome.verifier_id,
+        model=codec.identity_from_proto(welcome.model),
+        max_context_tokens=welcome.max_context_tokens,
+        max_sequences=welcome.max_sequences,
+        dtype=welcome.dtype,
     )
-
-
-def _ended(end: pb.SequenceEnd) -> Ended:
-    stats = codec.stats_from_proto(end.speculation) if end.HasField("speculation") else None
-    if end.HasField("status"):
-        return Ended(None, stats=stats, error=from_status(end.status))
-    try:
-        reason = codec.finish_reason_from_proto(end.reason)
-    except InvalidArgumentError:
-        reason = None
-    if reason is None:  # not a reason this side knows: as good as a verifier that died
-        return Ended(None, stats=stats, error=UnavailableError("the verifier ended the sequence without a reason"))
-    return Ended(reason, end.stop_string, stats)

@@ -12,8 +12,8 @@ SMOOTHING = 0.05
 class CostModel:
     """Milliseconds of a forward pass as a function of its rows: a table with linear interpolation between entries.
 
-    Observed steps pull their nearest entry with an exponential moving average, and the table is kept monotone, because
-    more rows never cost less.
+    An observed step pulls its nearest entry, and all others half as much: most of what changes (a busy neighbour, a
+    longer context) slows every step alike. The table is kept monotone, because more rows never cost less.
     """
 
     def __init__(self, table: Mapping[int, float]) -> None:
@@ -25,9 +25,12 @@ class CostModel:
 
     @classmethod
     def measure(cls, time_ms: Callable[[int], float], repeats: int = 3) -> CostModel:
-        """Build the table from `time_ms(rows)`, the median of `repeats` timings for each entry of MEASURED_ROWS."""
+        """Build the table from `time_ms(rows)`: for each entry of MEASURED_ROWS the fastest of `repeats` timings.
+
+        What disturbs a timing only ever adds to it.
+        """
         time_ms(MEASURED_ROWS[-1])  # the first pass pays for allocations
-        return cls({rows: sorted(time_ms(rows) for _ in range(repeats))[repeats // 2] for rows in MEASURED_ROWS})
+        return cls({rows: min(time_ms(rows) for _ in range(repeats)) for rows in MEASURED_ROWS})
 
     @property
     def table(self) -> dict[int, float]:
@@ -46,9 +49,9 @@ class CostModel:
         """Take one finished step into account. Steps beyond the table (big prefills) are left out."""
         if rows > self._rows[-1] or ms <= 0:
             return
-        i = min(range(len(self._rows)), key=lambda k: abs(self._rows[k] - rows))
-        scale = ms / self.step_ms(rows)
-        self._ms[i] *= 1.0 + SMOOTHING * (min(scale, 4.0) - 1.0)  # one outlier must not distort the table
+        nearest = min(range(len(self._rows)), key=lambda k: abs(self._rows[k] - rows))
+        change = SMOOTHING * (min(ms / self.step_ms(rows), 4.0) - 1.0)  # one outlier must not distort the table
+        self._ms = [t * (1.0 + (change if i == nearest else change / 2.0)) for i, t in enumerate(self._ms)]
         self._make_monotone()
 
     def _make_monotone(self) -> None:
