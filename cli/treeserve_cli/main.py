@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeserve_cli.cluster import ClusterError, LocalCluster
+from treeserve_cli.demo import run_demo
 from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client, Completion, GenerateParams, TreeserveClientError
 from treeserve_core.errors import TreeserveError
@@ -43,31 +46,53 @@ def _fail(message: object, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+# Options of a cluster are the fields of ClusterConfig; its loader parses them and prints their help.
+_CLUSTER_COMMAND: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    "add_help_option": False,
+}
+
+
+@app.command(**_CLUSTER_COMMAND)
 def up(context: typer.Context) -> None:
     """Serve a model on this machine until Ctrl-C; `treeserve up --help` lists the options.
 
     Prints one line `ready grpc=HOST:PORT http=HOST:PORT` on standard output once it serves.
     """
-    try:
-        config = load_config(ClusterConfig, context.args, _up_environment(), _UP_PREFIX, prog="treeserve up")
-    except ConfigError as error:
-        raise _fail(error, code=2) from None
+    config = _cluster_config(context.args, "treeserve up")
     for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
         signal.signal(signum, signal.default_int_handler)
     try:
-        with LocalCluster(
-            config, report=lambda line: print(f"treeserve: {line}", file=sys.stderr, flush=True)
-        ) as cluster:
+        with LocalCluster(config, report=_tell) as cluster:
             print(f"ready grpc={cluster.grpc_address} http={cluster.http_address}", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:
         return  # a second one, while stopping, ends this process and its children at once
     except (ClusterError, TreeserveError) as error:
         raise _fail(error) from None
+
+
+@app.command(**_CLUSTER_COMMAND)
+def demo(context: typer.Context) -> None:
+    """Start a cluster, stream an answer, and measure speculation against plain decoding. Options are those of `up`."""
+    started_at = time.monotonic()
+    config = _cluster_config(["--grpc-port", "0", "--http-port", "0", *context.args], "treeserve demo")
+    try:
+        with LocalCluster(config, report=_tell) as cluster:
+            same = run_demo(cluster.grpc_address, started_at, Console())
+    except KeyboardInterrupt:
+        return
+    except (ClusterError, TreeserveError, TreeserveClientError) as error:
+        raise _fail(error) from None
+    if not same:
+        raise typer.Exit(1)
+
+
+def _cluster_config(arguments: Sequence[str], prog: str) -> ClusterConfig:
+    try:
+        return load_config(ClusterConfig, arguments, _up_environment(), _UP_PREFIX, prog=prog)
+    except ConfigError as error:
+        raise _fail(error, code=2) from None
 
 
 def _up_environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ from support.fake_verifier import MODEL_NAME, FakeVerifier, fake_verifiers, pseu
 from support.router_rig import load_tokenizer
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
-from treeserve_core.errors import InvalidArgumentError, OverloadedError
+from treeserve_core.errors import InvalidArgumentError, OverloadedError, TreeserveError, UnavailableError
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
@@ -166,14 +166,15 @@ async def test_load_reports_and_room(verifier: FakeVerifier) -> None:
         assert not link.state.can_serve(ticket())
 
 
-async def test_a_refusal_holds_off_for_a_while(verifier: FakeVerifier) -> None:
-    verifier.refuse = OverloadedError("full", 0.05)
+@pytest.mark.parametrize("error", [OverloadedError("full", 0.05), UnavailableError("draining")])
+async def test_a_refusal_holds_off_for_a_while(verifier: FakeVerifier, error: TreeserveError) -> None:
+    verifier.refuse = error
     async with running_link(verifier) as link:
         await until(lambda: link.state)
         mine = ticket()
         link.submit(mine)
         (last,) = [event for event in await collect(mine) if isinstance(event, Ended)]
-        assert isinstance(last.error, OverloadedError)
+        assert isinstance(last.error, type(error))
         assert link.state is not None
         assert not link.state.has_room
         await until(lambda: link.state is not None and link.state.has_room)

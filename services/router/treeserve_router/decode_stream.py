@@ -19,8 +19,10 @@ from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import CreditWindow
 from treeserve_wire.status import from_status
 
-# Longest time a verifier that refused a sequence is left alone; its next load report may tell more.
+# How long a verifier that refused or handed back a sequence is left alone: its next load report may tell more, and
+# tries in quick succession would only use up the request's replays.
 _MAX_HOLD_OFF_S = 1.0
+_HANDED_BACK_HOLD_OFF_S = 0.1
 # Submissions share a frame up to this size; a frame must stay below the message limit.
 _SUBMIT_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
 _MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -201,7 +203,9 @@ class DecodeStream:
             self._forget(entry.handle)
             ended = _ended(entry.end)
             if isinstance(ended.error, OverloadedError):
-                self._hold_off(ended.error.retry_after_s)
+                self._hold_off(min(ended.error.retry_after_s, _MAX_HOLD_OFF_S))
+            elif isinstance(ended.error, UnavailableError):
+                self._hold_off(_HANDED_BACK_HOLD_OFF_S)
             ticket.mailbox.put(ended)
             self._on_change()
 
@@ -214,14 +218,14 @@ class DecodeStream:
             self._credit += frames
             self._to_write.set()
 
-    def _hold_off(self, retry_after_s: float) -> None:
+    def _hold_off(self, seconds: float) -> None:
         def resume() -> None:
             self._held_off = False
             self._on_change()
 
         if not self._held_off:
             self._held_off = True
-            asyncio.get_running_loop().call_later(min(retry_after_s, _MAX_HOLD_OFF_S), resume)
+            asyncio.get_running_loop().call_later(seconds, resume)
 
     def _new_handle(self) -> int:
         while True:
