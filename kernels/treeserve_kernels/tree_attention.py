@@ -70,7 +70,7 @@ class _Group:
     query_index: torch.Tensor  # int64[M * N]: rows of q as [T * H, D]
     key_index: torch.Tensor  # int64[M * L]: rows of a cache as [num_slots * KVH, D]
     mask: torch.Tensor  # float32[S, 1, N, L]: 0 or -inf
-    bag_index: torch.Tensor  # int32[M * N * L]: rows of the gathered values
+    bag_index: torch.Tensor  # int32[M * N * L]: key_index once more for every score row
     bag_offsets: torch.Tensor  # int32[M * N]: where each score row's positions begin in bag_index
 
 
@@ -96,7 +96,9 @@ class _Rows:
 def tree_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: TreeAttentionMeta, scale: float
 ) -> torch.Tensor:
-    """Attend from every row to its visible KV. All arithmetic is float32; see the module for what is exact.
+    """Attend from every row to its visible KV; see the module for what is exact.
+
+    Scores and sums are float32. With bfloat16 caches, weights and output are rounded to bfloat16 on the way.
 
     Args:
         q: [T, H, D].
@@ -122,15 +124,15 @@ def _attend(group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Te
     head_dim = q.shape[1]
     queries = q.index_select(0, group.query_index).float().mul_(scale).view(-1, num_rows, head_dim)
     k = keys.index_select(0, group.key_index).float().view(-1, num_positions, head_dim)
-    v = values.index_select(0, group.key_index).float()
     weights = torch.bmm(queries, k.transpose(1, 2))
     weights.view(num_sequences, -1, num_rows, num_positions).add_(group.mask)
     weights.sub_(weights.amax(-1, keepdim=True)).exp_().mul_(_WEIGHT_SCALE).round_()
+    weights = weights.to(values.dtype)
     totals = weights.sum(-1, dtype=torch.float64).float().view(-1, 1)
     sums = functional.embedding_bag(
-        group.bag_index, v, group.bag_offsets, mode="sum", per_sample_weights=weights.view(-1)
+        group.bag_index, values, group.bag_offsets, mode="sum", per_sample_weights=weights.view(-1)
     )
-    return sums.div_(totals)
+    return sums / totals
 
 
 def _make_plan(meta: TreeAttentionMeta, num_heads: int, num_kv_heads: int) -> _Plan:
@@ -209,12 +211,12 @@ def _make_group(members: list[_Rows], num_heads: int, num_kv_heads: int, device:
         nodes[np.repeat(member.visible, heads_per_kv, axis=0)] = 0.0
         mask[i, 0, len(rows) :, 0] = 0.0  # padding rows see something, so that they hold no NaN
     batch = len(members) * num_kv_heads
-    bag = torch.arange(batch * num_positions, dtype=torch.int32).view(batch, 1, num_positions)
+    bags = np.repeat(keys.astype(np.int32).reshape(batch, 1, num_positions), num_rows, axis=1)
     return _Group(
         query_index=torch.from_numpy(queries.reshape(-1)).to(device),
         key_index=torch.from_numpy(keys.reshape(-1)).to(device),
         mask=torch.from_numpy(mask).to(device),
-        bag_index=bag.expand(batch, num_rows, num_positions).reshape(-1).to(device),
+        bag_index=torch.from_numpy(bags.reshape(-1)).to(device),
         bag_offsets=(torch.arange(batch * num_rows, dtype=torch.int32) * num_positions).to(device),
     )
 

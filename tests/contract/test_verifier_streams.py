@@ -413,9 +413,11 @@ async def test_draining_finishes_streams_and_refuses_new_ones(tiny_model: Path, 
 
 
 async def test_what_does_not_finish_in_time_is_handed_back(tiny_model: Path, tmp_path: Path) -> None:
-    async with running_verifier(tiny_model, tmp_path) as draining, RouterPeer(draining.address) as router:
-        output = await router.submit(1, PROMPT, max_tokens=250)
-        await until(lambda: output.token_ids)
-        await draining.verifier.loop.drain(0.0)
-        await asyncio.wait_for(output.finished.wait(), 5)
-    assert output.end is not None and output.end.status.code == code_pb2.UNAVAILABLE
+    async with running_verifier(tiny_model, tmp_path) as draining:
+        async with RouterPeer(draining.address) as router:
+            outputs = [await router.submit(h, PROMPT, max_tokens=250) for h in range(6)]
+            await until(lambda: all(output.token_ids for output in outputs))
+            await draining.verifier.loop.drain(0.0)
+            await asyncio.wait_for(asyncio.gather(*(output.finished.wait() for output in outputs)), 5)
+        draining.check_all_blocks_free()
+    assert {o.end.status.code for o in outputs if o.end is not None} == {code_pb2.UNAVAILABLE}

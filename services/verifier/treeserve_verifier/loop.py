@@ -46,6 +46,7 @@ class VerifyLoop:
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._changed = asyncio.Event()  # something happened that may make a step ready
+        self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._draining = False
         self._idle = asyncio.Event()  # nothing is left while draining
         self.observers: list[Callable[[], None]] = []
@@ -97,14 +98,16 @@ class VerifyLoop:
         self._notify()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        self._scheduler.fail_all("the verifier shuts down")
+        async with self._stepping:
+            self._scheduler.fail_all("the verifier shuts down")
 
     async def run(self) -> None:
         """Step until cancelled."""
         try:
             while True:
                 await self._until_ready()
-                await self.step()
+                async with self._stepping:
+                    await self.step()
         finally:
             self._thread.shutdown(wait=True)
 
