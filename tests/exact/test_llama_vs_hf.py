@@ -12,29 +12,33 @@ from treeserve_engine.runner import ModelRunner
 
 VOCAB = 160
 TOKENS = 40
-BASE = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=88,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-)
-LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 MODELS = {
     "llama": ("llama", {}),
-    "llama-tied": ("llama", dict(tie_word_embeddings=True)),
-    "llama-biases": ("llama", dict(attention_bias=True)),
-    "llama-wide-heads": ("llama", dict(head_dim=16)),
-    "llama-one-kv-head": ("llama", dict(num_key_value_heads=1)),
-    "llama-theta": ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
-    "llama-linear": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=100.0))),
-    "llama-llama3": ("llama", dict(rope_parameters=dict(rope_theta=100.0, **LLAMA3_ROPE))),
-    "mistral": ("mistral", dict(sliding_window=None)),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 16}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": dict(rope_theta=100.0, **LLAMA3_ROPE)}),
+    "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
 }
 
@@ -86,7 +90,7 @@ def test_bfloat16_stays_close_to_transformers_float32(tmp_path):
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    _save(tmp_path, "llama", dict(tie_word_embeddings=True))
+    _save(tmp_path, "llama", {"tie_word_embeddings": True})
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     with pytest.raises(InvalidArgumentError, match=r"lacks lm_head\.weight"):

@@ -16,7 +16,7 @@ from support.tree_shapes import SHAPES
 from treeserve_cli.cluster import LocalCluster
 from treeserve_client import AsyncClient, Completion
 
-TOKENS = 20
+TOKENS = 16
 SEEDS = 20
 # What must hold beside every temperature: filters and penalties of several kinds, and none.
 PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -108,6 +108,4 @@ async def test_trees_change_nothing_in_a_batch(
 async def test_trees_change_nothing_alone(
     cluster: LocalCluster, plain: dict[Case, tuple[int, ...]], shape: str
 ) -> None:
-    # Each shape meets greedy, 0.7 and 1.0; together the shapes cover all seeds.
-    cases = [case for case in CASES if case.seed % len(SHAPES) == list(SHAPES).index(shape)]
-    _check(await _decode(cluster.grpc_address, cases, shape, batch=1), plain)
+    _check(await _decode(cluster.grpc_address, CASES, shape, batch=1), plain)
