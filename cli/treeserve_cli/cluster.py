@@ -112,8 +112,12 @@ class LocalCluster:
             models = client.list_models(deadline_s=_PROBE_TIMEOUT_S)
         except TreeserveClientError:
             return False
-        name, verifiers = self.config.served_name, self.config.verifiers
-        return any(model.name == name and model.verifiers >= verifiers for model in models)
+        config = self.config
+        return any(
+            (model.name, model.verifiers, model.speculators)
+            == (config.served_name, config.verifiers, config.speculators)
+            for model in models
+        )
 
 
 def _is_healthy(channel: grpc.Channel) -> bool:

@@ -167,9 +167,8 @@ def models(address: Address = DEFAULT_ADDRESS) -> None:
             served = client.list_models()
     except TreeserveClientError as error:
         raise _fail(error) from None
-    table = Table("model", "context", "dtype", "verifiers", "vocabulary")
+    table = Table("model", "context", "dtype", "verifiers", "speculators", "vocabulary")
     for model in served:
-        table.add_row(
-            model.name, str(model.max_context_tokens), model.dtype, str(model.verifiers), str(model.vocab_size)
-        )
+        counts = (model.max_context_tokens, model.dtype, model.verifiers, model.speculators, model.vocab_size)
+        table.add_row(model.name, *map(str, counts))
     Console().print(table)

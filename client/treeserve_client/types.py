@@ -121,6 +121,7 @@ class Model:
         max_context_tokens: longest prompt plus output.
         verifiers: how many serve it now.
         dtype: element type of the weights.
+        speculators: attached to the verifier that has the fewest.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Model:
     max_context_tokens: int
     verifiers: int
     dtype: str
+    speculators: int = 0
 
     @classmethod
     def from_proto(cls, msg: inference_pb2.Model) -> Model:
@@ -143,4 +145,5 @@ class Model:
             max_context_tokens=msg.max_context_tokens,
             verifiers=msg.verifiers,
             dtype=msg.dtype,
+            speculators=msg.speculators,
         )

@@ -1,7 +1,7 @@
 """A decoder of the Llama family over a ragged batch and a paged KV cache.
 
 On a CPU it is exact: a token's logits and KV have the same bits alone, in a tree, beside other sequences and in a
-prefill chunk. Every operation either treats rows one by one or is made to (`linear`, `tree_attention`, `_silu`).
+prefill chunk. Every operation either treats rows one by one or is made to (`linear`, `tree_attention`, `swiglu`).
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ class LlamaModel:
 
     def _feed_forward(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         gate_up = layer.gate_up(self._normed(x, layer.feed_forward_norm), self._tiles)
-        gate, up = torch.split(gate_up, self.config.intermediate_size, 1)
-        return layer.down(_silu(gate) * up, self._tiles)
+        return layer.down(swiglu(gate_up), self._tiles)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         rows = len(x)
@@ -154,15 +153,17 @@ class LlamaModel:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    """SiLU in place on [rows, n], in pieces that torch gives to one thread.
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [rows, 2 n] with the gates in front; overwrites the gates.
 
-    Its vector code and the scalar code for what is left at the end of a stretch differ in the last bit. Pieces of whole
-    rows, which are views into wider ones and so cannot be joined, keep the stretches at the same columns.
+    torch's vector code for SiLU and its scalar code for what is left at the end of a stretch differ in the last bit.
+    The gates are cut into pieces of whole rows that one thread gets; a row's gates do not touch the next row's, so
+    that every stretch is one row.
     """
-    for piece in torch.split(x, max(1, (_THREADED_ELEMENTS - 1) // x.shape[1])):
+    gate, up = gate_up.chunk(2, 1)
+    for piece in torch.split(gate, max(1, (_THREADED_ELEMENTS - 1) // gate.shape[1])):
         functional.silu(piece, inplace=True)
-    return x
+    return gate * up
 
 
 def _default_attention(device: torch.device) -> Attention:

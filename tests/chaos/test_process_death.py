@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from treeserve_cli.cluster import LocalCluster
 from treeserve_cli.layout import ClusterConfig
-from treeserve_client import Client, Completion
+from treeserve_client import Client, Completion, Model
 
 PROMPT = "Repeat after me: one potato, two potato, three potato, four. One potato, two potato,"
 REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
@@ -80,16 +81,27 @@ def _check(done: list[Completion], undisturbed: dict[int, Completion]) -> None:
 
 
 def _wait_whole(cluster: LocalCluster) -> None:
-    """Until all processes run and both verifiers serve again."""
+    """Until all processes run and both verifiers serve again with their speculator."""
     name = cluster.config.served_name
     deadline = time.monotonic() + 120
     with Client(cluster.grpc_address) as client:
         while not all(child.is_running for group in cluster.processes.values() for child in group):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        while client.get_model(name, deadline_s=10).verifiers < 2:
+        while not _is_whole(client.get_model(name, deadline_s=10)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def _is_whole(model: Model) -> bool:
+    return model.verifiers == 2 and model.speculators == 1
+
+
+def _replays(cluster: LocalCluster) -> float:
+    """How often the router continued a generation elsewhere."""
+    with urllib.request.urlopen(f"http://{cluster.http_address}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("treeserve_router_replays_total"))
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +116,10 @@ def test_the_only_speculator_dies(cluster: LocalCluster, undisturbed: dict[int, 
 
 
 def test_one_of_two_verifiers_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:
+    before = _replays(cluster)
     done = _run_and_kill(cluster, lambda: cluster.kill("verifier", 0))
     _check(done, undisturbed)
+    assert _replays(cluster) > before, "it must have held some of the requests"
 
 
 def test_redis_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:

@@ -37,7 +37,7 @@ INVALID, STALE, UNKNOWN = code_pb2.INVALID_ARGUMENT, code_pb2.FAILED_PRECONDITIO
 async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[RunningVerifier]:
     async with running_verifier(tiny_model, tmp_path) as verifier:
         yield verifier
-        await until(lambda: verifier.verifier.loop.load()[0] == 0)
+        await until(lambda: verifier.verifier.loop.load().sequences == 0)
         verifier.check_all_blocks_free()
 
 
@@ -334,7 +334,9 @@ async def test_a_router_that_goes_away_leaves_nothing_behind(running: RunningVer
 async def test_without_credit_tokens_gather_and_then_come_at_once(running: RunningVerifier) -> None:
     async with RouterPeer(running.address, credit=0) as router:
         outputs = [await router.submit(h, PROMPT, max_tokens=20) for h in range(3)]
-        await until(lambda: router.loads and router.loads[-1].sequences == 0 and running.verifier.loop.load()[0] == 0)
+        await until(
+            lambda: router.loads and router.loads[-1].sequences == 0 and running.verifier.loop.load().sequences == 0
+        )
         await asyncio.sleep(0.05)
         assert router.token_frames == 0 and not any(output.token_ids for output in outputs)
         await router.send(credit=verifier_pb2.Credit(frames=1))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.config import load_config
-from treeserve_engine.model import LlamaModel
+from treeserve_engine.model import LlamaModel, swiglu
 from treeserve_engine.runner import ModelRunner
 
 VOCAB = 203
@@ -146,8 +146,21 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray | list[np.ndarray]
     assert not len(wrong), f"rows {wrong.tolist()} of {len(actual)} differ"
 
 
-def test_the_tiles_are_the_intended_ones(model):
-    assert model.tile_sizes[:2] == (4, 8), "this machine needs the single-row fallback, which is slow"
+def test_this_machine_has_tiles_of_many_rows(model):
+    assert model.tile_sizes[-1] >= 64, "the tests below would try the slow fallback only"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_on_any_number_of_threads(dtype):
+    gate_up = torch.randn(512, 2 * 172).to(dtype)  # divided by 3 or 5 threads, torch would begin amid a row
+    alone = torch.cat([swiglu(row.clone()) for row in gate_up.split(1)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(swiglu(gate_up.clone()), alone)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 150])
@@ -251,6 +264,20 @@ def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
         replayed = ModelRunner(model, num_blocks=64, block_size=16)
         replayed.blocks.add(0)
         assert_same_bits(prefill(replayed, 0, [*tokens, 1], 64)[-1:], [expected])
+
+
+def test_thread_counts(model):
+    """A replay may run on a machine with another number of threads."""
+    tokens = random_tokens(random.Random(2), 300)
+    runs, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        runner = ModelRunner(model, num_blocks=20, block_size=16)
+        runner.blocks.add(0)
+        runs.append(prefill(runner, 0, tokens, 300))
+    torch.set_num_threads(before)
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
 
 
 @pytest.mark.model

@@ -41,6 +41,13 @@ class RunningVerifier:
     verifier: Verifier
     engine: Engine
     address: str
+    registry: CollectorRegistry
+
+    def metric(self, name: str) -> float:
+        """The value of one of its metrics."""
+        value = self.registry.get_sample_value(name)
+        assert value is not None, name
+        return value
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -74,7 +81,7 @@ async def running_verifier(model: Path, socket_dir: Path, **changes: Any) -> Asy
     stop = asyncio.Event()
     serving = asyncio.create_task(verifier.serve(stop))
     try:
-        yield RunningVerifier(verifier, engine, config.listen)
+        yield RunningVerifier(verifier, engine, config.listen, registry)
     finally:
         stop.set()
         await asyncio.wait_for(serving, TIMEOUT_S)

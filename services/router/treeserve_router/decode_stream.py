@@ -88,6 +88,7 @@ class DecodeStream:
             free_blocks=self._load.free_blocks,
             total_blocks=self._load.total_blocks,
             draining=self._load.draining,
+            speculators=self._load.speculators,
             holding_off=self._held_off,
         )
 

@@ -113,4 +113,5 @@ def _model_to_proto(model: ServedModel) -> pb.Model:
         max_context_tokens=model.max_context_tokens,
         verifiers=model.verifiers,
         dtype=model.dtype,
+        speculators=model.speculators,
     )

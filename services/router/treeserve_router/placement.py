@@ -23,6 +23,7 @@ class VerifierState:
         free_blocks, total_blocks: KV blocks; both 0 before its first report.
         draining: it takes nothing more.
         holding_off: it has just refused a sequence.
+        speculators: attached to it.
     """
 
     address: str
@@ -34,6 +35,7 @@ class VerifierState:
     total_blocks: int = 0
     draining: bool = False
     holding_off: bool = False
+    speculators: int = 0
 
     def can_serve(self, ticket: Ticket) -> bool:
         """Whether it could run the request at all, sooner or later."""

@@ -18,6 +18,7 @@ class ServedModel:
     Attributes:
         max_context_tokens: longest prompt plus output of any verifier.
         verifiers: verifiers that serve it now.
+        speculators: those of the verifier that has the fewest.
         dtype: element type of the weights.
     """
 
@@ -25,6 +26,7 @@ class ServedModel:
     max_context_tokens: int
     verifiers: int
     dtype: str
+    speculators: int
 
 
 class VerifierPool:
@@ -89,6 +91,7 @@ class VerifierPool:
             max_context_tokens=max(offer.max_context_tokens for offer in offers),
             verifiers=len(offers),
             dtype=offers[0].dtype,
+            speculators=min(state.speculators for state in self.states()),
         )
 
     async def close(self) -> None:

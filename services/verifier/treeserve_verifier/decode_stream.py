@@ -14,7 +14,7 @@ from treeserve_core.errors import InvalidArgumentError, OverloadedError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.intake import Intake
-from treeserve_verifier.loop import VerifyLoop
+from treeserve_verifier.loop import Load, VerifyLoop
 from treeserve_verifier.sequence import Emission, Sequence, Submission
 from treeserve_wire import codec
 from treeserve_wire.credits import Credits
@@ -130,7 +130,7 @@ class DecodeHandler:
         self._intake = intake
         self._total_blocks = total_blocks
         self._streams: set[DecodeStream] = set()
-        self._last_load: bytes = b""
+        self._last_load: Load | None = None
 
     async def serve(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: Context) -> None:
         """One stream, from hello to end.
@@ -162,18 +162,19 @@ class DecodeHandler:
 
     def report_load(self, force: bool = False) -> None:
         """Tell all routers what this verifier can still take, if that changed."""
-        sequences, free_blocks = self._loop.load()
-        load = verifier_pb2.LoadReport(
-            sequences=sequences,
-            free_blocks=free_blocks,
+        load = self._loop.load()
+        if not force and load == self._last_load:
+            return
+        self._last_load = load
+        report = verifier_pb2.LoadReport(
+            sequences=load.sequences,
+            free_blocks=load.free_blocks,
             total_blocks=self._total_blocks,
-            draining=self._loop.draining,
+            draining=load.draining,
+            speculators=load.speculators,
         )
-        encoded = load.SerializeToString(deterministic=True)
-        if force or encoded != self._last_load:
-            self._last_load = encoded
-            for stream in self._streams:
-                stream.report(load)
+        for stream in self._streams:
+            stream.report(report)
 
     def _take(self, stream: DecodeStream, request: verifier_pb2.DecodeRequest) -> None:
         kind = request.WhichOneof("frame")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import structlog
 
@@ -22,11 +23,21 @@ from treeserve_verifier.sequence import Sequence
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Load:
+    """Sequences held, free KV blocks, attached speculators; a draining verifier takes nothing more."""
+
+    sequences: int
+    free_blocks: int
+    speculators: int
+    draining: bool
+
+
 class VerifyLoop:
     """Runs steps while there are sequences.
 
     All methods belong to the event loop; the executor alone runs in a thread, and while it does, the sequences of its
-    plan are its own. `observers` are called after every step (load reports).
+    plan are its own. `observers` are called whenever the load may have changed.
     """
 
     def __init__(
@@ -51,14 +62,10 @@ class VerifyLoop:
         self._idle = asyncio.Event()  # nothing is left while draining
         self.observers: list[Callable[[], None]] = []
 
-    @property
-    def draining(self) -> bool:
-        """Whether new sequences are refused."""
-        return self._draining
-
-    def load(self) -> tuple[int, int]:
-        """Sequences held, and free KV blocks."""
-        return len(self._scheduler), self._scheduler.free_blocks
+    def load(self) -> Load:
+        """What this verifier can still take."""
+        speculators = len(self._desk.speculators)
+        return Load(len(self._scheduler), self._scheduler.free_blocks, speculators, self._draining)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -80,12 +87,15 @@ class VerifyLoop:
 
     def attach(self, name: str, sources: tuple[str, ...], outbox: DraftOutbox, wants_top_tokens: bool) -> Speculator:
         """A speculator connected."""
-        return self._desk.attach(name, sources, outbox, wants_top_tokens=wants_top_tokens)
+        speculator = self._desk.attach(name, sources, outbox, wants_top_tokens=wants_top_tokens)
+        self._notify()
+        return speculator
 
     def detach(self, speculator: Speculator) -> None:
         """A speculator's stream ended."""
         self._desk.detach(speculator)
         self._changed.set()
+        self._notify()
 
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> None:
         """A tree arrived. Raises what `DraftDesk.propose` raises."""

@@ -357,12 +357,15 @@ class Model(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     VERIFIERS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    SPECULATORS_FIELD_NUMBER: _builtins.int
     max_context_tokens: _builtins.int
     """Longest prompt plus output in tokens."""
     verifiers: _builtins.int
     """Verifiers that serve it now."""
     dtype: _builtins.str
     """Element type of the weights, for example "float32"."""
+    speculators: _builtins.int
+    """Speculators attached to the verifier that has the fewest; with 0, some requests are decoded plainly."""
     @_builtins.property
     def identity(self) -> _common_pb2.ModelIdentity:
         """Name, hash of the tokenizer, special tokens."""
@@ -374,10 +377,11 @@ class Model(_message.Message):
         max_context_tokens: _builtins.int = ...,
         verifiers: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        speculators: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "identity", b"identity", "max_context_tokens", b"max_context_tokens", "verifiers", b"verifiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "identity", b"identity", "max_context_tokens", b"max_context_tokens", "speculators", b"speculators", "verifiers", b"verifiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -397,6 +397,7 @@ class LoadReport(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    SPECULATORS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.int
     """Sequences held."""
     free_blocks: _builtins.int
@@ -405,6 +406,8 @@ class LoadReport(_message.Message):
     """All KV blocks."""
     draining: _builtins.bool
     """Set when the verifier drains: submit nothing more."""
+    speculators: _builtins.int
+    """Attached speculators."""
     def __init__(
         self,
         *,
@@ -412,10 +415,11 @@ class LoadReport(_message.Message):
         free_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        speculators: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "sequences", b"sequences", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "sequences", b"sequences", "speculators", b"speculators", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
