@@ -112,12 +112,8 @@ class LocalCluster:
             models = client.list_models(deadline_s=_PROBE_TIMEOUT_S)
         except TreeserveClientError:
             return False
-        config = self.config
-        return any(
-            (model.name, model.verifiers, model.speculators)
-            == (config.served_name, config.verifiers, config.speculators)
-            for model in models
-        )
+        wanted = (self.config.served_name, self.config.verifiers, self.config.speculators)
+        return any((model.name, model.verifiers, model.speculators) == wanted for model in models)
 
 
 def _is_healthy(channel: grpc.Channel) -> bool:

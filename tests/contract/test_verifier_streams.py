@@ -95,6 +95,8 @@ async def test_trees_of_any_shape_change_nothing_but_the_number_of_steps(running
     stats = [output.end.speculation for output in drafted if output.end is not None]
     assert sum(s.drafted for s in stats) > 0
     assert sum(s.accepted for s in stats) == sum(sum(s.accepted_per_depth) for s in stats)
+    assert running.metric("spec_decode_num_draft_tokens_total") == sum(s.drafted for s in stats)
+    assert running.metric("spec_decode_num_accepted_tokens_total") == sum(s.accepted for s in stats)
     if shape == "misleading":
         assert sum(s.accepted for s in stats) == 0
     else:
@@ -334,9 +336,7 @@ async def test_a_router_that_goes_away_leaves_nothing_behind(running: RunningVer
 async def test_without_credit_tokens_gather_and_then_come_at_once(running: RunningVerifier) -> None:
     async with RouterPeer(running.address, credit=0) as router:
         outputs = [await router.submit(h, PROMPT, max_tokens=20) for h in range(3)]
-        await until(
-            lambda: router.loads and router.loads[-1].sequences == 0 and running.verifier.loop.load().sequences == 0
-        )
+        await until(lambda: running.metric("treeserve_emitted_tokens_total") == 60)
         await asyncio.sleep(0.05)
         assert router.token_frames == 0 and not any(output.token_ids for output in outputs)
         await router.send(credit=verifier_pb2.Credit(frames=1))
