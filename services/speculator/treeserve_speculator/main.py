@@ -54,7 +54,7 @@ async def serve(
     config: SpeculatorConfig, identity: ModelIdentity, drafter: Drafter, metrics: SpeculatorMetrics
 ) -> None:
     """Draft for all configured verifiers until SIGTERM or SIGINT."""
-    tracer = setup_tracing("speculator", config.otlp_endpoint)
+    tracer = setup_tracing("treeserve-speculator", config.otlp_endpoint)
     start_metrics(config.metrics_listen)
     server = ServiceServer(config.listen, _SERVICE, reflection=False)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as executor:

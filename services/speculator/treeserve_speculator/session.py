@@ -60,7 +60,7 @@ class DraftSession:
         self._sequences[sequence.handle] = sequence
         if sequence.traceparent:
             context = context_from(sequence.traceparent)
-            self._spans[sequence.handle] = self._tracer.start_span("speculator.draft", context=context)
+            self._spans[sequence.handle] = self._tracer.start_span("treeserve.draft", context=context)
         self._drafter.open(sequence)
 
     def _commit(self, committed: CommittedTokens) -> None:
