@@ -47,7 +47,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
-	$(BIN)/python protos/generate.py --image .cache/protos.binpb
+	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb
 	cd protos && ../$(BIN)/buf lint ../.cache/protos.binpb --config buf.yaml
 	.tools/helm lint --strict deploy/helm/treeserve
 
