@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeserve_cli.supervisor import ProcessSpec
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_wire.config import check_at_least, option
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct.gguf"
 ROLES = ("valkey", "verifier", "speculator", "router")
@@ -15,57 +17,54 @@ ROLES = ("valkey", "verifier", "speculator", "router")
 _STOP_MARGIN_S = 5.0
 
 
-def _option(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
 @dataclass(frozen=True)
 class ClusterConfig:
     """Serve a model on this machine: router, verifiers and speculators as local processes.
 
     Raises:
-        ValueError: for a value that cannot work.
+        InvalidArgumentError: for a value that cannot work.
     """
 
     model: Path | None = field(
-        default=None, metadata=_option(f"Hugging Face folder or .gguf file; without it {DEFAULT_MODEL} in the cache")
+        default=None, metadata=option(f"Hugging Face folder or .gguf file; without it {DEFAULT_MODEL} in the cache")
     )
-    model_name: str | None = field(default=None, metadata=_option("served name; without it the file's or folder's"))
-    dtype: str = field(default="float32", metadata=_option("float32 or bfloat16"))
-    verifiers: int = field(default=1, metadata=_option("number of verifiers"))
-    speculators: int = field(default=1, metadata=_option("number of speculators; 0 decodes plainly"))
+    model_name: str | None = field(default=None, metadata=option("served name; without it the file's or folder's"))
+    dtype: str = field(default="float32", metadata=option("float32 or bfloat16"))
+    verifiers: int = field(default=1, metadata=option("number of verifiers"))
+    speculators: int = field(default=1, metadata=option("number of speculators; 0 decodes plainly"))
     sources: tuple[str, ...] = field(
-        default=("ngram", "suffix", "recycling"), metadata=_option("draft sources, comma-separated")
+        default=("ngram", "suffix", "recycling"), metadata=option("draft sources, comma-separated")
     )
-    drafter: Path | None = field(default=None, metadata=_option("folder of a small draft model; adds the ssm source"))
-    threads: int = field(default=2, metadata=_option("CPU threads of each verifier"))
-    kv_tokens: int = field(default=16384, metadata=_option("KV cache of each verifier, in tokens"))
-    grpc_port: int = field(default=50051, metadata=_option("gRPC port on loopback; 0 picks one"))
-    http_port: int = field(default=8000, metadata=_option("HTTP port on loopback; 0 picks one"))
+    drafter: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
+    threads: int = field(default=2, metadata=option("CPU threads of each verifier"))
+    kv_tokens: int = field(default=16384, metadata=option("KV cache of each verifier, in tokens"))
+    grpc_port: int = field(default=50051, metadata=option("gRPC port on loopback; 0 picks one"))
+    http_port: int = field(default=8000, metadata=option("HTTP port on loopback; 0 picks one"))
     cache_dir: Path = field(
         default_factory=lambda: Path.home() / ".cache" / "treeserve",
-        metadata=_option("where converted models are kept ($TREESERVE_CACHE)"),
+        metadata=option("where converted models are kept ($TREESERVE_CACHE)"),
     )
     run_dir: Path | None = field(
-        default=None, metadata=_option("where logs and sockets go; without it a temporary folder")
+        default=None, metadata=option("where logs and sockets go; without it a temporary folder")
     )
-    no_redis: bool = field(default=False, metadata=_option("run without the embedded Valkey"))
-    no_restart: bool = field(default=False, metadata=_option("leave crashed processes dead"))
-    drain_s: float = field(default=5.0, metadata=_option("time running generations get to finish on shutdown"))
-    ready_timeout_s: float = field(default=300.0, metadata=_option("longest start-up"))
-    log_level: str = field(default="info", metadata=_option("debug, info, warning or error"))
+    no_redis: bool = field(default=False, metadata=option("run without the embedded Valkey"))
+    no_restart: bool = field(default=False, metadata=option("leave crashed processes dead"))
+    drain_s: float = field(default=5.0, metadata=option("time running generations get to finish on shutdown"))
+    ready_timeout_s: float = field(default=300.0, metadata=option("longest start-up"))
+    log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     settings: tuple[str, ...] = field(
-        default=(), metadata=_option("ROLE.FIELD=VALUE: any other field of a service, such as verifier.draft_wait_ms=5")
+        default=(), metadata=option("ROLE.FIELD=VALUE: any other field of a service, such as verifier.draft_wait_ms=5")
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("verifiers", 1), ("speculators", 0), ("threads", 1), ("kv_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: must be at least {least}")
+        check_at_least(self, 1, "verifiers", "threads", "kv_tokens")
+        check_at_least(self, 0, "speculators")
         for setting in self.settings:
             role, dot, assignment = setting.partition(".")
             if role not in ROLES[1:] or not dot or "=" not in assignment:
-                raise ValueError(f"settings: {setting!r} is not ROLE.FIELD=VALUE with one of the roles {ROLES[1:]}")
+                raise InvalidArgumentError(
+                    "settings", f"{setting!r} is not ROLE.FIELD=VALUE with a role of {ROLES[1:]}"
+                )
 
     def settings_of(self, role: str) -> dict[str, str]:
         """The settings of one role, by field."""

@@ -11,6 +11,7 @@ from treeserve_cli import cluster as cluster_module
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.layout import ClusterConfig, Layout, process_specs
 from treeserve_cli.supervisor import ProcessSpec
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_router.config import RouterConfig
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_verifier.config import VerifierConfig
@@ -75,7 +76,7 @@ def test_settings_reach_their_role_and_win() -> None:
 
 @pytest.mark.parametrize("setting", ["verifier", "verifier.threads", "valkey.save=1", "threads=1"])
 def test_malformed_settings_are_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match="settings"):
+    with pytest.raises(InvalidArgumentError, match="settings"):
         ClusterConfig(settings=(setting,))
 
 

@@ -97,12 +97,23 @@ def test_calibration_follows_what_is_accepted() -> None:
     sequence = bench.submit(max_tokens=100)
     bench.scheduler.admit()
     bench.prefill(sequence)
-    for _ in range(20):
-        planned = PlannedSequence(sequence, 1, TokenTree.chain((3, 50, 51)), expected=1.8)
+
+    def step(expected: float) -> None:
+        tree = TokenTree.chain((3, 50, 51)) if expected else TokenTree.root_only(3)
+        planned = PlannedSequence(sequence, 1, tree, expected)
         bench.blocks.reserve(sequence.seq_id, planned.rows)
         bench.blocks.commit(sequence.seq_id, (0,))
         bench.scheduler.settle(planned, VerifyOutcome((), (3,)))
-    assert sequence.calibration < 0.35
+
+    for _ in range(30):
+        step(expected=1.8 * sequence.calibration)
+    learnt = sequence.calibration
+    assert learnt < 0.3
+    fresh = bench.submit()
+    assert 0.3 < fresh.calibration < 1.0, "a fresh sequence starts with what was learnt"
+    for _ in range(30):
+        step(expected=0.0)
+    assert learnt < sequence.calibration < 1.0, "what is not tried is forgiven slowly"
 
 
 def test_cancel_during_a_step_waits_for_it_and_emits_nothing() -> None:

@@ -12,15 +12,27 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.errors import InvalidArgumentError, TreeserveError
 
 T = TypeVar("T")
 
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
-class ConfigError(ValueError):
+class ConfigError(TreeserveError):
     """A configuration that cannot be used; the message names the source and the field."""
+
+
+def option(text: str) -> dict[str, str]:
+    """The metadata of a field: its help text."""
+    return {"help": text}
+
+
+def check_at_least(config: object, least: int, *names: str) -> None:
+    """Raise InvalidArgumentError for the first of the named fields that is smaller."""
+    for name in names:
+        if getattr(config, name) < least:
+            raise InvalidArgumentError(name, f"must be at least {least}")
 
 
 def load_config(
@@ -33,7 +45,7 @@ def load_config(
     """Build `cls`: its defaults < ``--config FILE.yaml`` < environment ``<prefix><FIELD>`` < flags ``--field-name``.
 
     Fields may be str, int, float, bool, Path, tuple[str, ...] (a comma-separated list, or a repeated flag) or one of
-    these with None; an empty string is None there. Help texts come from ``field(metadata={"help": ...})``.
+    these with None; an empty string is None there. Help texts come from ``field(metadata=option(...))``.
 
     Args:
         argv: arguments without the program's name; None takes those of the process.

@@ -15,6 +15,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from treeserve_core.errors import InvalidArgumentError
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = "traceparent"
 
@@ -27,8 +29,10 @@ def setup_logging(service: str, level: str) -> None:
         level: a name of the logging module, any case.
 
     Raises:
-        ValueError: if the level is unknown.
+        InvalidArgumentError: if the level is unknown.
     """
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise InvalidArgumentError("log_level", f"{level!r} is unknown")
 
     def add_service(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         event["service"] = service

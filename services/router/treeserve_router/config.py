@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_wire.config import check_at_least, option
 
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-
-
-def _option(text: str) -> dict[str, str]:
-    return {"help": text}
 
 
 @dataclass(frozen=True)
@@ -24,30 +21,28 @@ class RouterConfig:
         InvalidArgumentError: for a value that cannot work.
     """
 
-    model_folder: Path = field(metadata=_option("folder of the served model; only its tokenizer and config are read"))
-    model_name: str = field(metadata=_option("served model name, the same as the verifiers'"))
-    listen: str = field(default="127.0.0.1:50051", metadata=_option("gRPC address, host:port or unix:/path"))
-    http_listen: str = field(default="127.0.0.1:8000", metadata=_option("HTTP address, host:port; empty is off"))
+    model_folder: Path = field(metadata=option("folder of the served model; only its tokenizer and config are read"))
+    model_name: str = field(metadata=option("served model name, the same as the verifiers'"))
+    listen: str = field(default="127.0.0.1:50051", metadata=option("gRPC address, host:port or unix:/path"))
+    http_listen: str = field(default="127.0.0.1:8000", metadata=option("HTTP address, host:port; empty is off"))
     verifiers: tuple[str, ...] = field(
-        default=("127.0.0.1:50052",), metadata=_option("verifier addresses: host:port or unix:/path")
+        default=("127.0.0.1:50052",), metadata=option("verifier addresses: host:port, unix:/path, or dns://name:port")
     )
-    redis_url: str | None = field(default=None, metadata=_option("Redis or Valkey URL; empty is off"))
-    router_id: str = field(default_factory=socket.gethostname, metadata=_option("name in logs, leases and hellos"))
-    max_queued_requests: int = field(default=1024, metadata=_option("requests that may wait, beyond which: refused"))
-    max_queued_tokens: int = field(default=1 << 20, metadata=_option("prompt tokens that may wait, likewise"))
-    verifier_wait_s: float = field(default=10.0, metadata=_option("longest wait while no verifier can serve at all"))
-    max_replays: int = field(default=5, metadata=_option("failures in a row without a new token that end a request"))
-    token_credit: int = field(default=64, metadata=_option("token frames a verifier may have in flight"))
-    session_ttl_s: float = field(default=1800.0, metadata=_option("time a session's verifier is remembered"))
-    drain_s: float = field(default=30.0, metadata=_option("time to finish running streams after SIGTERM"))
-    reflection: bool = field(default=True, metadata=_option("serve gRPC reflection"))
-    log_level: str = field(default="info", metadata=_option("debug, info, warning or error"))
-    otlp_endpoint: str | None = field(default=None, metadata=_option("OpenTelemetry collector; empty is off"))
+    redis_url: str | None = field(default=None, metadata=option("Redis or Valkey URL; empty is off"))
+    router_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
+    max_queued_requests: int = field(default=1024, metadata=option("requests that may wait, beyond which: refused"))
+    max_queued_tokens: int = field(default=1 << 20, metadata=option("prompt tokens that may wait, likewise"))
+    verifier_wait_s: float = field(default=10.0, metadata=option("longest wait while no verifier can serve at all"))
+    max_replays: int = field(default=5, metadata=option("failures in a row without a new token that end a request"))
+    token_credit: int = field(default=64, metadata=option("token frames a verifier may have in flight"))
+    session_ttl_s: float = field(default=1800.0, metadata=option("time a session's verifier is remembered"))
+    drain_s: float = field(default=30.0, metadata=option("time to finish running streams after SIGTERM"))
+    reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))
+    log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
+    otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
     def __post_init__(self) -> None:
-        for name in ("max_queued_requests", "max_queued_tokens", "max_replays", "token_credit"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(name, "must be at least 1")
+        check_at_least(self, 1, "max_queued_requests", "max_queued_tokens", "max_replays", "token_credit")
         for name in ("verifier_wait_s", "session_ttl_s", "drain_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidArgumentError(name, "must be a number of seconds, not negative")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping
 
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 SMOOTHING = 0.05
 
 
 class CostModel:
-    """Milliseconds of a forward pass as a function of its rows: a table with linear interpolation between entries.
+    """Milliseconds of a forward pass as a function of its rows: a staircase.
 
-    An observed step pulls its nearest entry, and all others half as much: most of what changes (a busy neighbour, a
-    longer context) slows every step alike. The table is kept monotone, because more rows never cost less.
+    Rows are computed in tiles, so a step costs what the next measured count of rows costs; beyond the table the last
+    slope goes on. An observed step pulls its stair, and all others half as much: most of what changes (a busy
+    neighbour, a longer context) slows every step alike. Stairs never fall, because more rows never cost less.
     """
 
     def __init__(self, table: Mapping[int, float]) -> None:
@@ -38,20 +39,19 @@ class CostModel:
         return dict(zip(self._rows, self._ms, strict=True))
 
     def step_ms(self, rows: int) -> float:
-        """Expected duration of a step with this many rows; beyond the table, the last slope goes on."""
-        if rows <= self._rows[0] or len(self._rows) == 1:
-            return self._ms[0]
-        i = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
-        (r0, r1), (t0, t1) = self._rows[i - 1 : i + 1], self._ms[i - 1 : i + 1]
-        return t0 + (t1 - t0) * (rows - r0) / (r1 - r0)
+        """Expected duration of a step with this many rows."""
+        stair = bisect.bisect_left(self._rows, rows)
+        if stair < len(self._rows):
+            return self._ms[stair]
+        return self._ms[-1] * rows / self._rows[-1]
 
     def observe(self, rows: int, ms: float) -> None:
         """Take one finished step into account. Steps beyond the table (big prefills) are left out."""
-        if rows > self._rows[-1] or ms <= 0:
+        stair = bisect.bisect_left(self._rows, rows)
+        if stair == len(self._rows) or ms <= 0:
             return
-        nearest = min(range(len(self._rows)), key=lambda k: abs(self._rows[k] - rows))
-        change = SMOOTHING * (min(ms / self.step_ms(rows), 4.0) - 1.0)  # one outlier must not distort the table
-        self._ms = [t * (1.0 + (change if i == nearest else change / 2.0)) for i, t in enumerate(self._ms)]
+        change = SMOOTHING * (min(ms / self._ms[stair], 4.0) - 1.0)  # one outlier must not distort the table
+        self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
         self._make_monotone()
 
     def _make_monotone(self) -> None:

@@ -17,6 +17,7 @@ from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.config import load_config as load_model_config
+from treeserve_engine.exactness import measure_divergence
 from treeserve_engine.model import LlamaModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
@@ -44,12 +45,17 @@ STOP_GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Engine:
-    """The loaded model, before the event loop starts."""
+    """The loaded model.
+
+    Attributes:
+        divergence: how far a token's logits depend on what is computed with it: 0 where output is exact.
+    """
 
     runner: ModelRunner
     tokenizer: Tokenizer
     identity: ModelIdentity
     cost: CostModel
+    divergence: float
 
 
 def load_engine(config: VerifierConfig) -> Engine:
@@ -65,11 +71,14 @@ def load_engine(config: VerifierConfig) -> Engine:
     model = LlamaModel.load(config.model_folder, model_config, dtype, torch.device(config.device))
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
     cost = CostModel.measure(StepExecutor(runner).time_ms)
-    log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, dtype=config.dtype)
+    divergence = measure_divergence(model)
+    if divergence > 0:
+        log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
+    log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, divergence=divergence)
     identity = ModelIdentity(
         config.model_name, tokenizer.hash, tokenizer.vocab_size, model_config.vocab_size, tokenizer.eos_token_ids
     )
-    return Engine(runner, tokenizer, identity, cost)
+    return Engine(runner, tokenizer, identity, cost, divergence)
 
 
 class Verifier:
@@ -96,6 +105,9 @@ class Verifier:
         metrics.watch("treeserve_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
         metrics.watch("treeserve_preemptions", "Sequences preempted for KV blocks", lambda: self._scheduler.preemptions)
         metrics.watch("treeserve_late_trees", "Trees that came too late", lambda: self._desk.late)
+        metrics.watch(
+            "treeserve_logits_divergence", "Batch dependence of logits; 0 is exact", lambda: engine.divergence
+        )
         metrics.watch("treeserve_speculators", "Attached speculators", lambda: len(self._desk.speculators))
 
     async def serve(self, stop: asyncio.Event) -> None:

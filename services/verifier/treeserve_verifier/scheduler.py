@@ -12,7 +12,9 @@ from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Emission, Sequence
 
-CALIBRATION_DECAY = 0.15
+CALIBRATION_SMOOTHING = 0.15
+PRIOR_SMOOTHING = 0.02
+FORGIVENESS = 0.01
 RETRY_AFTER_S = 1.0
 
 
@@ -34,6 +36,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._in_step: frozenset[Sequence] = frozenset()
+        self._prior = 1.0  # calibration that a fresh sequence starts with: smoothed over all sequences
         self.preemptions = 0
 
     @property
@@ -60,6 +63,7 @@ class Scheduler:
         """
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} sequences wait for KV blocks", RETRY_AFTER_S)
+        sequence.calibration = self._prior
         self._waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -143,8 +147,7 @@ class Scheduler:
         sequence.tokens.extend(outcome.token_ids)
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
         sequence.stats.record(drafted, len(outcome.accepted_nodes), len(outcome.token_ids))
-        if drafted:
-            self._calibrate(sequence, planned.expected, len(outcome.accepted_nodes))
+        self._calibrate(sequence, planned.expected, len(outcome.accepted_nodes))
         emission = Emission(
             offset,
             outcome.token_ids,
@@ -163,10 +166,14 @@ class Scheduler:
         self._in_step -= {planned.sequence}
         self._end(planned.sequence, Emission(planned.sequence.output_len, (), error=error))
 
-    @staticmethod
-    def _calibrate(sequence: Sequence, expected: float, accepted: int) -> None:
-        ratio = (accepted + 0.5) / (expected + 0.5)  # the halves keep small trees from swinging it
-        sequence.calibration += CALIBRATION_DECAY * (min(ratio, 2.0) - sequence.calibration)
+    def _calibrate(self, sequence: Sequence, expected: float, accepted: int) -> None:
+        """Learn how far the drafters' probabilities hold. `expected` counts with the present calibration."""
+        if expected == 0.0:  # nothing was tried: forgive slowly, or a bad start would end drafting for good
+            sequence.calibration += FORGIVENESS * (1.0 - sequence.calibration)
+            return
+        ratio = min((accepted + 0.5) / (expected + 0.5), 2.0)  # the halves keep small trees from swinging it
+        sequence.calibration *= 1.0 + CALIBRATION_SMOOTHING * (ratio - 1.0)
+        self._prior += PRIOR_SMOOTHING * (sequence.calibration - self._prior)
 
     def _end(self, sequence: Sequence, emission: Emission) -> None:
         sequence.emit(emission)
