@@ -55,9 +55,9 @@ def describe(out: Path) -> None:
 
 def stale_files(fresh: Path) -> list[str]:
     """Names that differ between the fresh stubs and the committed ones."""
-    names = {p.relative_to(root) for root in (fresh, GENERATED) for p in root.rglob("*.py*") if p.suffix != ".pyc"}
-    same = lambda n: (fresh / n).exists() and (GENERATED / n).exists() and filecmp.cmp(fresh / n, GENERATED / n, False)  # noqa: E731
-    return sorted(str(n) for n in names if not same(n))
+    names = {str(p.relative_to(root)) for root in (fresh, GENERATED) for p in root.rglob("*.py*") if p.suffix != ".pyc"}
+    _, differing, missing = filecmp.cmpfiles(fresh, GENERATED, names, shallow=False)
+    return sorted(differing + missing)
 
 
 def main() -> int:

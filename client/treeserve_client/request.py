@@ -120,7 +120,4 @@ def _service_class(name: str) -> common_pb2.ServiceClass.ValueType:
     try:
         return common_pb2.ServiceClass.Value(f"SERVICE_CLASS_{name.upper()}")
     except ValueError:
-        reason = f"{name!r} is unknown"
-        raise InvalidArgument(
-            f"service_level.service_class: {reason}", {"service_level.service_class": reason}
-        ) from None
+        raise InvalidArgument.of("service_level.service_class", f"{name!r} is unknown") from None

@@ -14,7 +14,7 @@ class ModelIdentity:
     """A served model as its tokens see it.
 
     Attributes:
-        tokenizer_hash: SHA-256 (hex) over the tokenizer's vocabulary and merges.
+        tokenizer_hash: SHA-256 (hex) over the tokenizer's vocabulary, special ids and merges.
         vocab_size: token ids the tokenizer knows.
         padded_vocab_size: rows of the output layer; the surplus is padding and never sampled.
         eos_token_ids: end-of-sequence ids, ascending.
@@ -26,12 +26,12 @@ class ModelIdentity:
     padded_vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def check_drafter(self, drafter: ModelIdentity) -> None:
-        """Raise HandshakeError with the reason if a drafter's token ids do not mean the same. Padding may differ."""
+    def check_peer(self, peer: ModelIdentity, *, own_role: str, peer_role: str) -> None:
+        """Raise HandshakeError with the reason if a peer's token ids do not mean the same. Padding may differ."""
         for what in ("name", "tokenizer_hash", "vocab_size", "eos_token_ids"):
-            ours, theirs = getattr(self, what), getattr(drafter, what)
+            ours, theirs = getattr(self, what), getattr(peer, what)
             if ours != theirs:
-                raise HandshakeError(f"{what} differs: the verifier has {ours!r}, the speculator {theirs!r}")
+                raise HandshakeError(f"{what} differs: the {own_role} has {ours!r}, the {peer_role} {theirs!r}")
 
 
 def check_protocol(version: int) -> None:

@@ -45,20 +45,22 @@ class SpeculationStats:
     """Running counts of one request. accepted excludes roots and bonus tokens."""
 
     steps: int = 0
-    emitted: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
 
-    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+    def record(self, drafted: int, accepted: int) -> None:
         """Count one verify step."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.emitted += emitted
-        self.accepted_per_depth.extend([0] * (accepted - len(self.accepted_per_depth)))
-        for depth in range(accepted):
-            self.accepted_per_depth[depth] += 1
+        self.add(SpeculationStats(1, drafted, accepted, [1] * accepted))
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add the counts of another part of the same request."""
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.accepted_per_depth.extend([0] * (len(other.accepted_per_depth) - len(self.accepted_per_depth)))
+        for depth, accepted in enumerate(other.accepted_per_depth):
+            self.accepted_per_depth[depth] += accepted
 
     @property
     def acceptance_length(self) -> float:

@@ -120,16 +120,12 @@ class SequenceLimits:
         max_nodes: draft nodes a step may verify for it, the root not counted; 0 switches speculation off, None leaves
             it to the planner.
         ttft_ms, tpot_ms: targets; None for no target.
-        weight: share under contention.
-        preemptible: may be paused for more urgent work.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD
     max_nodes: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    weight: float = 1.0
-    preemptible: bool = True
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):

@@ -112,9 +112,7 @@ def test_float32_values_are_stable_after_one_hop() -> None:
 
 
 def test_unset_fields_take_the_documented_defaults() -> None:
-    params = codec.sampling_from_proto(common_pb2.SamplingParameters(), default_seed=99)
-    assert params == SamplingParams(seed=99)
-    assert codec.sampling_from_proto(common_pb2.SamplingParameters(seed=0), default_seed=99).seed == 0
+    assert codec.sampling_from_proto(common_pb2.SamplingParameters()) == SamplingParams()
     assert codec.stopping_from_proto(common_pb2.StoppingCriteria(), 41).max_tokens == 41
     assert codec.limits_from_proto(common_pb2.SpeculationOptions(), common_pb2.ServiceLevel()) == SequenceLimits(
         service_class=ServiceClass.STANDARD, max_nodes=None, ttft_ms=None, tpot_ms=None
@@ -155,7 +153,7 @@ def test_finish_reasons() -> None:
 
 IDENTITY = ModelIdentity("m", "ab", 300, 320, (0, 2))
 LOG_PROBS = (PositionLogProbs(5, -0.5, ((5, -0.5), (7, -1.25))), PositionLogProbs(6, -2.0))
-STATS = SpeculationStats(steps=3, emitted=7, drafted=12, accepted=4, accepted_per_depth=[3, 1])
+STATS = SpeculationStats(steps=3, drafted=12, accepted=4, accepted_per_depth=[3, 1])
 PROPOSAL = DraftProposal(
     10, TokenTree((5, 6, 7), (-1, 0, 0), log_probs=(0.0, -0.5, -2.0), source_masks=(0, 1, 3)), draft_us=250
 )
@@ -165,7 +163,7 @@ def test_identity_log_probs_and_stats_round_trip() -> None:
     assert codec.identity_from_proto(through_bytes(codec.identity_to_proto(IDENTITY))) == IDENTITY
     messages = [through_bytes(msg) for msg in codec.log_probs_to_proto(LOG_PROBS)]
     assert codec.log_probs_from_proto(messages) == LOG_PROBS
-    assert codec.stats_from_proto(through_bytes(codec.stats_to_proto(STATS)), emitted=7) == STATS
+    assert codec.stats_from_proto(through_bytes(codec.stats_to_proto(STATS))) == STATS
 
 
 SPECULATION, LEVEL = codec.limits_to_proto(SequenceLimits(ServiceClass.REALTIME, max_nodes=6, ttft_ms=250, tpot_ms=50))

@@ -18,13 +18,14 @@ import pytest
 from google.rpc import code_pb2
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
+from support.waiting import until
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
-from treeserve_core.errors import HandshakeError
+from treeserve_core.errors import HandshakeError, StaleBaseError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.conversation import CREDIT_WINDOW, DraftPeer
-from treeserve_speculator.draft_client import Backoff, DraftClient, draft_hello
+from treeserve_speculator.draft_client import DraftClient, draft_hello
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import DraftSequence
@@ -33,9 +34,10 @@ from treeserve_speculator.sources.base import DraftSource
 from treeserve_speculator.sources.ngram import NgramSource
 from treeserve_speculator.sources.recycling import RecyclingSource
 from treeserve_speculator.sources.suffix import SuffixSource
+from treeserve_wire.backoff import Backoff
 from treeserve_wire.codec import identity_from_proto, proposal_from_proto
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.status import abort
+from treeserve_wire.status import abort, to_status
 
 VOCAB = 100
 EOS = 99
@@ -119,14 +121,20 @@ class ScriptedSource:
     name = "scripted"
     wants_top_tokens = True
 
-    def __init__(self, propose: Callable[[DraftSequence, int], TokenTree | None]) -> None:
-        self.propose = propose
+    def __init__(self, script: Callable[[DraftSequence, int], TokenTree | None]) -> None:
+        self._script = script
+        self.drawn: set[tuple[int, int]] = set()  # handle and committed length of every tree
         self.top_tokens: list[tuple[tuple[int, ...], ...]] = []
 
     def open(self, state: DraftSequence) -> None: ...
 
     def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Any) -> None:
         self.top_tokens.append(top_tokens)
+
+    def propose(self, state: DraftSequence, budget: int) -> TokenTree | None:
+        tree = self._script(state, budget)
+        self.drawn.add((state.handle, len(state.tokens)))
+        return tree
 
     def close(self, state: DraftSequence) -> None: ...
 
@@ -140,7 +148,7 @@ def next_tokens(state: DraftSequence, budget: int) -> TokenTree:
 class Speculator:
     """A running client and what it counts."""
 
-    def __init__(self, address: str, source: DraftSource, *more: DraftSource, backoff: Backoff | None = None) -> None:
+    def __init__(self, address: str, source: DraftSource, *more: DraftSource, refused_s: float = 30.0) -> None:
         self.registry = CollectorRegistry()
         metrics = SpeculatorMetrics(self.registry)
         drafter = Drafter(
@@ -157,7 +165,7 @@ class Speculator:
             draft_hello("s", IDENTITY, drafter),
             metrics,
         )
-        self.client = DraftClient(address, peer, random.Random(1), backoff or Backoff(0.01, 0.05, 30.0))
+        self.client = DraftClient(address, peer, random.Random(1), Backoff(0.01, 0.05), refused_s)
         self.task = asyncio.create_task(self.client.run())
 
     def count(self, name: str, **labels: str) -> float:
@@ -289,7 +297,8 @@ async def test_credit_is_given_back_as_updates_are_processed(verifier: FakeVerif
 
 
 async def test_without_credit_only_the_newest_tree_waits(verifier: FakeVerifier, start: StartSpeculator) -> None:
-    start(ScriptedSource(next_tokens))
+    source = ScriptedSource(next_tokens)
+    start(source)
     stream = await verifier.next_stream()
     await stream.welcome(credit=1)
     await stream.update(assignments=[assignment(1, [5]), assignment(2, [50])])
@@ -297,7 +306,7 @@ async def test_without_credit_only_the_newest_tree_waits(verifier: FakeVerifier,
     await stream.update(commits=[commit(1, 1, [6])])
     await stream.update(commits=[commit(1, 2, [30])])
     await stream.update(commits=[commit(2, 1, [60])])
-    await asyncio.sleep(0.1)  # all drafted by now, none may be sent
+    await until(lambda: {(1, 3), (2, 2)} <= source.drawn)  # and none may be sent
     await stream.send(credit=verifier_pb2.Credit(frames=5))
     trees = await stream.proposals()
     assert {h: (p.base_committed_len, list(p.token_ids)) for h, p in trees.items()} == {
@@ -336,8 +345,10 @@ async def test_commits_that_arrive_while_drafting_move_the_tree_along(
     # along its tree, away from it, gone, and along all of it: an empty tree would only get in the way of the next
     commits = [commit(1, 1, [6]), commit(2, 1, [90]), commit(4, 1, [31, 32, 33])]
     await stream.update(commits=commits, released=[3])
-    await stream.send(rejections=verifier_pb2.Rejections())
-    await asyncio.sleep(0.1)  # the stream is read while the source is busy
+    rejection = verifier_pb2.Rejection(handle=1, status=to_status(StaleBaseError("late")))
+    await stream.send(rejections=verifier_pb2.Rejections(rejections=[rejection]))
+    # the stream is read while the source is busy
+    await until(lambda: speculator.count("rejections_total", code="FAILED_PRECONDITION") == 1)
     source.go_on.set()
     stale = await stream.proposals()
     assert {h: (p.base_committed_len, list(p.token_ids)) for h, p in stale.items()} == {1: (2, [6, 7, 8])}
@@ -349,13 +360,14 @@ async def test_commits_that_arrive_while_drafting_move_the_tree_along(
 async def test_waiting_trees_that_nobody_wants_any_more_are_not_sent(
     verifier: FakeVerifier, start: StartSpeculator
 ) -> None:
-    speculator = start(ScriptedSource(next_tokens))
+    source = ScriptedSource(next_tokens)
+    speculator = start(source)
     stream = await verifier.next_stream()
     await stream.welcome(credit=1)
     await stream.update(assignments=[assignment(9, [1])])
     await stream.proposals()
     await stream.update(assignments=[assignment(handle, [5]) for handle in (1, 2, 3)])
-    await asyncio.sleep(0.1)  # drawn by now, and waiting for credit
+    await until(lambda: {(1, 1), (2, 1), (3, 1)} <= source.drawn)  # and wait for credit
     await stream.update(commits=[commit(1, 1, [6], budget=0)], released=[2])
     await stream.send(credit=verifier_pb2.Credit(frames=1))
     assert set(await stream.proposals()) == {3}
@@ -456,7 +468,7 @@ async def test_finds_a_verifier_that_comes_later(verifier: FakeVerifier, tmp_pat
 
 
 async def test_a_refused_handshake_is_retried_slowly(verifier: FakeVerifier, start: StartSpeculator) -> None:
-    start(ScriptedSource(next_tokens), backoff=Backoff(0.01, 0.02, refused_s=0.5))
+    start(ScriptedSource(next_tokens), refused_s=0.5)
     (await verifier.next_stream()).end(HandshakeError("tokenizer_hash differs"))
     with pytest.raises(TimeoutError):
         await verifier.next_stream(timeout_s=0.3)
@@ -470,14 +482,17 @@ def test_backoff_doubles_to_its_limit_with_jitter() -> None:
         assert base / 2 <= min(waits) < max(waits) <= base
 
 
-async def test_stop_closes_the_stream_from_our_side(verifier: FakeVerifier, start: StartSpeculator) -> None:
+async def test_stop_closes_the_stream_from_our_side(
+    verifier: FakeVerifier, start: StartSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeserve_speculator.draft_client._STOP_GRACE_S", 2 * TIMEOUT_S)  # after which it is cut
     speculator = start(ScriptedSource(next_tokens))
     stream = await verifier.next_stream()
     await stream.welcome()
     await stream.update(assignments=[assignment(1, [5])])
     await stream.proposals()
     speculator.client.stop()
-    assert await asyncio.wait_for(stream.read(), 0.7) is None  # sooner than the grace after which it is cut
+    assert await stream.read() is None
     stream.end()
     await asyncio.wait_for(speculator.task, TIMEOUT_S)
     assert speculator.count("sequences") == 0 and speculator.count("streams") == 0

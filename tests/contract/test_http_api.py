@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, recite, until
+from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, recite
 from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
 from treeserve_core.errors import OverloadedError, TreeserveError
@@ -198,11 +199,14 @@ async def test_defaults_are_openais(http: httpx.AsyncClient, verifier: FakeVerif
         ("/v1/completions", completion(prompt=""), "prompt"),
         ("/v1/completions", completion(max_tokens=0), "max_tokens"),
         ("/v1/completions", completion(max_tokens=1000), "max_tokens"),
+        ("/v1/completions", completion(max_tokens=2**32), "max_tokens"),
         ("/v1/completions", completion(temperature=-1), "temperature"),
         ("/v1/completions", completion(temperature="hot"), "temperature"),
         ("/v1/completions", completion(top_p=0), "top_p"),
         ("/v1/completions", completion(seed=-1), "seed"),
         ("/v1/completions", completion(logit_bias={"x": 1}), "logit_bias"),
+        ("/v1/completions", completion(logit_bias={"7": 1, "007": 2}), "logit_bias"),
+        ("/v1/completions", completion(logit_bias={"1" * 5000: 1}), "logit_bias"),
         ("/v1/completions", completion(logprobs=21), "top_log_probs"),
         ("/v1/completions", completion(stop=[""]), "stop_strings"),
         ("/v1/completions", completion(service_class="urgent"), "service_class"),
@@ -225,6 +229,27 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert (error["param"] or "").startswith(param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "one", "stop": "\\udfff"}',
+        b'{"prompt": "one", "session_id": "\\ud800"}',
+        b'{"prompt": "one", "\\ud800": 1}',
+        b'{"prompt": "one", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+async def test_a_body_that_is_no_json_text_is_refused(http: httpx.AsyncClient, body: bytes) -> None:
+    response = await http.post("/v1/completions", content=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "body"
 
 
 async def test_every_refusal_has_openais_shape(http: httpx.AsyncClient, verifier: FakeVerifier) -> None:

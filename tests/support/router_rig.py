@@ -12,8 +12,9 @@ import grpc
 from opentelemetry.trace import Tracer, get_tracer
 from prometheus_client import CollectorRegistry
 
-from support.fake_verifier import MODEL_NAME, FakeVerifier, until
+from support.fake_verifier import MODEL_NAME, FakeVerifier
 from support.tokenizer_folders import byte_level_bpe, write_folder
+from support.waiting import until
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from treeserve_router.config import RouterConfig

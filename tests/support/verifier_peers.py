@@ -13,6 +13,7 @@ import grpc
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
+from support.waiting import until as until
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.identity import PROTOCOL_VERSION
@@ -25,13 +26,6 @@ from treeserve_wire.channel import open_channel
 
 TIMEOUT_S = 30.0
 DraftFunction = Callable[[list[int], int, int], TokenTree | None]
-
-
-async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for a condition of this process. Raises TimeoutError if it does not come about."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.002)
 
 
 @dataclass

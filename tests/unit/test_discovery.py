@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_wire.discovery import PeerWatch
 
 
@@ -40,3 +41,9 @@ async def test_a_name_is_followed_and_survives_a_failing_resolver(monkeypatch: p
     await asyncio.wait_for(done.wait(), 5)
     task.cancel()
     assert updates == [("10.0.0.1:50052",), ("10.0.0.2:50052", "[fd00::1]:50052")]
+
+
+@pytest.mark.parametrize("address", ["dns://verifiers", "dns://verifiers:", "dns://verifiers:grpc"])
+def test_a_name_needs_a_port(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="no port"):
+        PeerWatch([address])

@@ -179,6 +179,20 @@ def test_waiting_adapts_and_gives_up_on_a_silent_speculator() -> None:
     assert speculator.responsive, "a tree in time is forgiven"
 
 
+def test_a_silent_speculator_is_given_up_on_however_fast_the_steps_are() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = make_sequence()
+    bench.desk.open(sequence)
+    bench.now += 0.0001
+    bench.desk.propose(speculator, 1, _chain(sequence, 7))
+    for _ in range(4):  # wait as long as it is told, then a step of half a millisecond: together less than MAX_WAIT_S
+        bench.advance(sequence, 7)
+        bench.now = bench.desk.wait_until(sequence) + 0.0005
+    assert not speculator.responsive
+    assert bench.desk.wait_until(sequence) <= bench.now
+
+
 def test_nobody_waits_for_a_tree_that_was_not_asked_for() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
-from treeserve_core.errors import StaleBaseError
+from treeserve_core.errors import InvalidArgumentError, StaleBaseError
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import SpeculatorConfig
@@ -267,12 +267,12 @@ def test_registry_builds_in_order_and_takes_a_dotted_factory() -> None:
 
 @pytest.mark.parametrize("name", ["unheard", "no.such.module:factory", f"{__name__}:no_such_factory"])
 def test_registry_refuses_unknown_names(name: str) -> None:
-    with pytest.raises(ValueError, match="sources"):
+    with pytest.raises(InvalidArgumentError, match="sources"):
         build_sources(_settings(name))
 
 
 def test_registry_refuses_two_of_a_name() -> None:
-    with pytest.raises(ValueError, match="same"):
+    with pytest.raises(InvalidArgumentError, match="same"):
         build_sources(_settings("ngram", "treeserve_speculator.sources.ngram:build"))
 
 
@@ -287,7 +287,7 @@ def test_configuration_is_checked() -> None:
         {"max_nodes": 0},
         {"ssm_dtype": "int8"},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(InvalidArgumentError):
             SpeculatorConfig(folder, "m", **wrong)  # type: ignore[arg-type]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry
-from support.fake_verifier import until
 from support.router_rig import load_tokenizer
+from support.waiting import until
 
 from treeserve_core.errors import TreeserveError, UnavailableError
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats

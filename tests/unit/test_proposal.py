@@ -58,16 +58,17 @@ def test_a_base_of_zero_is_stale() -> None:
 IDENTITY = ModelIdentity("m", "ab12", 100, 128, (2, 5))
 
 
-def test_a_drafter_may_differ_in_padding_only() -> None:
-    IDENTITY.check_drafter(ModelIdentity("m", "ab12", 100, 100, (2, 5)))
+def test_a_peer_may_differ_in_padding_only() -> None:
+    roles = {"own_role": "verifier", "peer_role": "speculator"}
+    IDENTITY.check_peer(ModelIdentity("m", "ab12", 100, 100, (2, 5)), **roles)
     for other in (
         ModelIdentity("n", "ab12", 100, 128, (2, 5)),
         ModelIdentity("m", "ab13", 100, 128, (2, 5)),
         ModelIdentity("m", "ab12", 101, 128, (2, 5)),
         ModelIdentity("m", "ab12", 100, 128, (2,)),
     ):
-        with pytest.raises(HandshakeError, match="differs"):
-            IDENTITY.check_drafter(other)
+        with pytest.raises(HandshakeError, match="differs: the verifier has"):
+            IDENTITY.check_peer(other, **roles)
 
 
 def test_protocol_version() -> None:
@@ -79,10 +80,14 @@ def test_protocol_version() -> None:
 def test_speculation_stats_add_up() -> None:
     stats = SpeculationStats()
     assert stats.acceptance_length == 0.0
-    stats.record(drafted=5, accepted=2, emitted=3)
-    stats.record(drafted=0, accepted=0, emitted=1)
-    stats.record(drafted=4, accepted=3, emitted=4)
-    assert (stats.steps, stats.drafted, stats.accepted, stats.emitted) == (3, 9, 5, 8)
+    stats.record(drafted=5, accepted=2)
+    stats.record(drafted=0, accepted=0)
+    stats.record(drafted=4, accepted=3)
+    assert (stats.steps, stats.drafted, stats.accepted) == (3, 9, 5)
     assert stats.accepted_per_depth == [2, 2, 1]
     assert sum(stats.accepted_per_depth) == stats.accepted
     assert stats.acceptance_length == pytest.approx(8 / 3)
+    longer = SpeculationStats(steps=1, drafted=6, accepted=4, accepted_per_depth=[1, 1, 1, 1])
+    stats.add(longer)
+    assert stats == SpeculationStats(steps=4, drafted=15, accepted=9, accepted_per_depth=[3, 3, 2, 1])
+    assert longer.accepted_per_depth == [1, 1, 1, 1]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
@@ -295,5 +296,5 @@ def test_built_from_a_folder(tiny_model: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(InvalidArgumentError, match="tokenizer"):
         build_sources(_settings(tiny_model, tiny_model, "another"))

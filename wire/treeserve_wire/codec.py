@@ -37,8 +37,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParameters:
     )
 
 
-def sampling_from_proto(msg: common_pb2.SamplingParameters, default_seed: int = 0) -> SamplingParams:
-    """Decode sampling parameters; `default_seed` stands in for an unset seed.
+def sampling_from_proto(msg: common_pb2.SamplingParameters) -> SamplingParams:
+    """Decode sampling parameters; an unset seed is 0.
 
     Raises:
         InvalidArgumentError: for a value outside the limits that the public API states.
@@ -52,7 +52,7 @@ def sampling_from_proto(msg: common_pb2.SamplingParameters, default_seed: int = 
         presence_penalty=msg.presence_penalty,
         frequency_penalty=msg.frequency_penalty,
         logit_bias=dict(msg.logit_bias),
-        seed=msg.seed if msg.HasField("seed") else default_seed,
+        seed=msg.seed,
         top_log_probs=msg.top_log_probs if msg.HasField("top_log_probs") else None,
     )
 
@@ -84,7 +84,7 @@ def stopping_from_proto(msg: common_pb2.StoppingCriteria, max_tokens_default: in
 
 
 def limits_to_proto(limits: SequenceLimits) -> tuple[common_pb2.SpeculationOptions, common_pb2.ServiceLevel]:
-    """Encode what the wire carries of a sequence's limits: weight and preemptible follow from the class."""
+    """Encode a sequence's limits."""
     speculation = common_pb2.SpeculationOptions(disabled=not limits.speculates, max_nodes=limits.max_nodes or 0)
     service_level = common_pb2.ServiceLevel(
         service_class=common_pb2.ServiceClass.ValueType(limits.service_class),
@@ -173,7 +173,7 @@ def finish_reason_from_proto(value: common_pb2.FinishReason.ValueType) -> Finish
 
 
 def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
-    """Encode speculation counts; `emitted` stays behind, because offsets and usage tell it."""
+    """Encode speculation counts."""
     return common_pb2.SpeculationStats(
         steps=stats.steps,
         drafted=stats.drafted,
@@ -182,11 +182,10 @@ def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
     )
 
 
-def stats_from_proto(msg: common_pb2.SpeculationStats, emitted: int = 0) -> SpeculationStats:
-    """Decode speculation counts; the caller knows `emitted`, the tokens these steps brought."""
+def stats_from_proto(msg: common_pb2.SpeculationStats) -> SpeculationStats:
+    """Decode speculation counts."""
     return SpeculationStats(
         steps=msg.steps,
-        emitted=emitted,
         drafted=msg.drafted,
         accepted=msg.accepted,
         accepted_per_depth=list(msg.accepted_per_depth),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Sequence
 
 import structlog
 
+from treeserve_core.errors import InvalidArgumentError
+
 DNS_SCHEME = "dns://"
 INTERVAL_S = 5.0
+_PORT = re.compile(r":[0-9]+$")
 
-log = structlog.get_logger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class PeerWatch:
@@ -20,11 +24,17 @@ class PeerWatch:
     An address is "host:port" or "unix:/path", taken as it is, or "dns://name:port", which stands for all IP addresses
     of the name (a headless Service) and is looked up again and again: gRPC alone would not find a new pod while the old
     ones work. A name that cannot be resolved keeps its last peers.
+
+    Raises:
+        InvalidArgumentError: for a name without a port.
     """
 
     def __init__(self, addresses: Sequence[str], interval_s: float = INTERVAL_S) -> None:
         self._addresses = tuple(addresses)
         self._interval_s = interval_s
+        for address in self._addresses:
+            if address.startswith(DNS_SCHEME) and not _PORT.search(address):
+                raise InvalidArgumentError("verifiers", f"{address!r} has no port")
         self._resolved: dict[str, tuple[str, ...]] = {}
 
     async def run(self, update: Callable[[tuple[str, ...]], None]) -> None:
@@ -54,7 +64,7 @@ class PeerWatch:
         try:
             infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            log.warning("name not resolved", address=address, error=str(error))
+            _log.warning("name not resolved", address=address, error=str(error))
             return self._resolved.get(address, ())
         ips = sorted({info[4][0] for info in infos})
         self._resolved[address] = tuple(f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}" for ip in ips)

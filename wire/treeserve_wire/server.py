@@ -16,7 +16,6 @@ LIVENESS = "live"
 _AGE_GRACE_MS = 3_600_000
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -35,6 +34,7 @@ class ServiceServer:
         service_name: full name, for example ``treeserve.verifier.v1.VerifierService``; health is kept under it and "",
             and that of the process itself under `LIVENESS`.
         reflection: serve the reflection API.
+        max_receive_bytes: longest message a caller may send.
         max_connection_age_ms: ask clients to reconnect after this time, so that they find new replicas. Only for
             services of short calls: a stream that outlives the age by an hour is cut.
 
@@ -48,15 +48,14 @@ class ServiceServer:
         service_name: str,
         *,
         reflection: bool = True,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_connection_age_ms: int | None = None,
     ) -> None:
-        age: tuple[tuple[str, int], ...] = ()
+        options = [*_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes)]
         if max_connection_age_ms is not None:
-            age = (
-                ("grpc.max_connection_age_ms", max_connection_age_ms),
-                ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
-            )
-        self.grpc = grpc.aio.server(options=_OPTIONS + age)
+            options.append(("grpc.max_connection_age_ms", max_connection_age_ms))
+            options.append(("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS))
+        self.grpc = grpc.aio.server(options=options)
         self._address = address
         self._health_names = ("", service_name)
         self._health = health.aio.HealthServicer()
@@ -68,11 +67,14 @@ class ServiceServer:
         """Bind and serve; returns the bound address. Health is SERVING unless `serving` is false.
 
         Raises:
-            RuntimeError: if the address cannot be bound.
+            OSError: if the address cannot be bound.
         """
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(serving)
-        port = self.grpc.add_insecure_port(self._address)
+        try:
+            port = self.grpc.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._address}") from error
         await self.grpc.start()
         if self._address.startswith("unix:"):
             return self._address

@@ -26,8 +26,8 @@ from treeserve_core.errors import (
 
 ERROR_DOMAIN = "treeserve"
 _INTERNAL_MESSAGE = "internal error"
-# Messages and details travel in headers, which peers bound to a few kilobytes.
-_MAX_MESSAGE_CHARS = 1000
+# Messages and details travel in headers, which peers bound to 8 KiB: there a byte that is not printable takes three.
+_MAX_MESSAGE_BYTES = 1000
 # For a RESOURCE_EXHAUSTED that names no delay, such as gRPC's own answer to an oversize message.
 _DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -61,11 +61,11 @@ def to_status(error: BaseException) -> Status:
     kind = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
     if kind is None:
         return Status(code=code_pb2.INTERNAL, message=_INTERNAL_MESSAGE)
-    status = Status(code=kind.code, message=str(error)[:_MAX_MESSAGE_CHARS])
+    status = Status(code=kind.code, message=_cut(str(error)))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain=ERROR_DOMAIN))
     if isinstance(error, InvalidArgumentError):
         bad_request = error_details_pb2.BadRequest()
-        bad_request.field_violations.add(field=error.field, description=error.reason[:_MAX_MESSAGE_CHARS])
+        bad_request.field_violations.add(field=error.field, description=_cut(error.reason))
         status.details.add().Pack(bad_request)
     if isinstance(error, OverloadedError):
         delay = Duration()
@@ -109,6 +109,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("abort returned")
+
+
+def _cut(text: str) -> str:
+    return text.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _detail(status: Status, message: _M) -> _M:

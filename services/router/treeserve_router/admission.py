@@ -18,8 +18,8 @@ MAX_INPUT_BYTES = 1 << 20
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")
 
-# A stand-in for "what the window leaves" until the prompt's length is known.
-OPEN_ENDED = 2**32 - 1
+# A stand-in for "what the window leaves" until the prompt's length is known; no request can ask for as much.
+OPEN_ENDED = 2**32
 
 _T = TypeVar("_T")
 
@@ -109,7 +109,7 @@ class Admission:
         """
         _check_ids(ask)
         if ask.model not in ("", self._model_name):
-            raise NotFoundError(f"model {ask.model!r} is not served here; {self._model_name!r} is")
+            raise NotFoundError(f"model {ask.model[:MAX_ID_CHARS]!r} is not served here; {self._model_name!r} is")
         _check_input(ask)
         vocab_size = self._tokenizer.vocab_size
         check_token_ids("tokens.token_ids", ask.token_ids or (), vocab_size)

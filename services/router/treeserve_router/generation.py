@@ -184,7 +184,9 @@ class Generation:
             case Stranded():
                 raise UnavailableError("no verifier can take the request")
             case Ended(reason, stats, error):
-                self._add(stats)
+                if stats is not None:
+                    self._parts.metrics.speculated(stats)
+                    self._stats.add(stats)  # after a replay the request has the sum
                 if isinstance(error, UnavailableError | OverloadedError):
                     return self._replay(error)
                 if error is not None:
@@ -219,19 +221,6 @@ class Generation:
             if self._output[-1] in (*stopping.stop_token_ids, *ignored):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self._output) >= stopping.max_tokens else None
-
-    def _add(self, stats: SpeculationStats | None) -> None:
-        """Add a sequence's counts: after a replay the request has the sum."""
-        if stats is None:
-            return
-        self._parts.metrics.speculated(stats)
-        total = self._stats
-        total.steps += stats.steps
-        total.drafted += stats.drafted
-        total.accepted += stats.accepted
-        total.accepted_per_depth.extend([0] * (len(stats.accepted_per_depth) - len(total.accepted_per_depth)))
-        for depth, accepted in enumerate(stats.accepted_per_depth):
-            total.accepted_per_depth[depth] += accepted
 
     def _finished(self, reason: FinishReason) -> Finished:
         return Finished(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -253,8 +251,9 @@ async def _read_json(request: Request) -> object:
             raise HTTPException(413, f"the body is longer than {_MAX_BODY_BYTES} bytes")
     try:
         value: object = json.loads(body)
-    except ValueError:
-        raise InvalidArgumentError("body", "is not JSON") from None
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+    except (ValueError, RecursionError):
+        raise InvalidArgumentError("body", "is not JSON, or not Unicode, or nested too deeply") from None
     return value
 
 
@@ -278,45 +277,3 @@ def _model_json(model: ServedModel, created: int) -> Json:
         "owned_by": "treeserve",
         "max_model_len": model.max_context_tokens,
     }
-
-
-class HttpServer:
-    """Uvicorn inside the caller's event loop; signals stay with the caller.
-
-    Args:
-        address: "host:port"; port 0 picks one.
-        drain_s: time running requests get to end once it stops.
-    """
-
-    def __init__(self, app: Starlette, address: str, drain_s: float) -> None:
-        self._address = address
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=max(round(drain_s), 1),
-        )
-        self._server = _QuietServer(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        """Bind and serve; returns the bound address. Raises OSError if it cannot be bound."""
-        host, _, port = self._address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        return f"{host}:{listener.getsockname()[1]}"
-
-    async def drain(self) -> None:
-        """Refuse new requests, let running ones end, and stop."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-
-
-class _QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the process's signal handlers alone."""
-        yield

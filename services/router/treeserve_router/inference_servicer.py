@@ -18,7 +18,7 @@ from treeserve_router.visible_output import TokenChunk
 from treeserve_wire import codec
 from treeserve_wire.status import abort
 
-SERVICE_NAME = "treeserve.inference.v1.InferenceService"
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

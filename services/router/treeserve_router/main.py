@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import sys
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-import uvloop
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from treeserve.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_router.admission import Admission
 from treeserve_router.config import RouterConfig
 from treeserve_router.dispatcher import Dispatcher
 from treeserve_router.generation import GenerationParts
-from treeserve_router.http_app import HttpParts, HttpServer, build_app
+from treeserve_router.http_app import HttpParts, build_app
+from treeserve_router.http_server import HttpServer
 from treeserve_router.inference_servicer import SERVICE_NAME, InferenceServicer
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.pool import VerifierPool
@@ -31,13 +29,15 @@ from treeserve_router.router import Router
 from treeserve_router.store import NoStore, RedisStore
 from treeserve_router.verifier_link import VerifierLink
 from treeserve_text.tokenizer import Tokenizer
-from treeserve_wire.config import ConfigError, load_config
 from treeserve_wire.discovery import PeerWatch
+from treeserve_wire.process import run_service
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.telemetry import setup_logging, setup_tracing
+from treeserve_wire.telemetry import setup_tracing
 
 # Long-lived clients reconnect this often, so that they find new replicas.
 _MAX_CONNECTION_AGE_MS = 300_000
+# An input of 1 MiB, or as many token ids, and what a resumed request has received already.
+_MAX_REQUEST_BYTES = 8 << 20
 
 _log = structlog.get_logger(__name__)
 
@@ -73,7 +73,11 @@ class RouterProcess:
             clock=clock,
         )
         self._server = ServiceServer(
-            config.listen, SERVICE_NAME, reflection=config.reflection, max_connection_age_ms=_MAX_CONNECTION_AGE_MS
+            config.listen,
+            SERVICE_NAME,
+            reflection=config.reflection,
+            max_receive_bytes=_MAX_REQUEST_BYTES,
+            max_connection_age_ms=_MAX_CONNECTION_AGE_MS,
         )
         add_InferenceServiceServicer_to_server(InferenceServicer(router, config.model_name), self._server.grpc)
         app = build_app(HttpParts(router, tokenizer, config.model_name, registry))
@@ -87,7 +91,7 @@ class RouterProcess:
         """Serve inside the context; leaving it lets running streams end within `drain_s`.
 
         Raises:
-            OSError, RuntimeError: if an address cannot be bound.
+            OSError: if an address cannot be bound.
             ExceptionGroup: if something in the background fails.
         """
         grpc_address = await self._server.start(serving=False)
@@ -140,32 +144,23 @@ def _link_maker(config: RouterConfig, tokenizer: Tokenizer) -> Callable[[str, Ca
     )
 
     def make_link(address: str, on_change: Callable[[], None]) -> VerifierLink:
-        return VerifierLink(address, identity, config.router_id, config.token_credit, on_change)
+        return VerifierLink(address, identity, config.router_id, config.token_credit, on_change, random.Random())
 
     return make_link
 
 
-async def run(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    setup_logging("router", config.log_level)
+async def run(config: RouterConfig, stop: asyncio.Event) -> None:
+    """Load the tokenizer, serve until `stop` is set, then drain."""
     tracer = setup_tracing("treeserve-router", config.otlp_endpoint)
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.model_folder)
     async with RouterProcess(config, tokenizer, tracer, registry).running() as addresses:
         _log.info("serving", grpc=addresses.grpc, http=addresses.http, verifiers=config.verifiers)
         await stop.wait()
-        _log.info("draining")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `python -m treeserve_router`."""
-    try:
-        config = load_config(RouterConfig, argv)
-        uvloop.run(run(config))
-    except (ConfigError, TreeserveError) as error:
-        sys.exit(f"treeserve_router: {error}")
+    run_service("router", RouterConfig, run, argv)

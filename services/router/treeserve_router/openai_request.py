@@ -5,6 +5,7 @@ Whatever is not listed here is refused by name: a parameter that is silently ign
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,8 +14,11 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import OPEN_ENDED, Ask
 
+# One spelling only: two for the same token would silently drop one bias.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 # The completions API's own default; the chat API's is what the context window leaves.
 _DEFAULT_COMPLETION_TOKENS = 16
+_Tokens = Annotated[int, Field(lt=2**32)]
 
 
 class _Strict(BaseModel):
@@ -112,7 +116,7 @@ class CompletionRequest(GenerationOptions):
     """POST /v1/completions."""
 
     prompt: str | list[int] | list[str]
-    max_tokens: int = _DEFAULT_COMPLETION_TOKENS
+    max_tokens: _Tokens = _DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: Literal[False] = False
     best_of: Literal[1] = 1
@@ -168,8 +172,8 @@ class ChatCompletionRequest(GenerationOptions):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: ResponseFormat = ResponseFormat()
@@ -201,6 +205,6 @@ def _invalid_argument(first: Any) -> InvalidArgumentError:
 
 
 def _bias_id(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise InvalidArgumentError("logit_bias", f"{text!r} is not a token id")
+    if not _TOKEN_ID.fullmatch(text):
+        raise InvalidArgumentError("logit_bias", f"{text[:20]!r} is not a token id")
     return int(text)

@@ -199,9 +199,7 @@ def error_response(error: BaseException) -> ErrorResponse:
 def _parameter(field: str) -> str:
     """OpenAI's flat name for a field of the public gRPC API."""
     group, dot, rest = field.partition(".")
-    return (
-        rest if dot and group in ("sampling", "stopping", "speculation", "service_level", "chat", "tokens") else field
-    )
+    return rest if dot and group in _GROUPS else field
 
 
 def http_error(status: int, message: str) -> ErrorResponse:

@@ -94,7 +94,7 @@ class Router:
                             meter.tokens(len(event.token_ids), span)
                         case Finished():
                             outcome = event.reason.name.lower()
-                            span.set_attribute("completion_tokens", event.completion_tokens)
+                            span.set_attribute("treeserve.output_tokens", event.completion_tokens)
                     yield event
         except Exception as error:
             outcome = "failed"
@@ -104,14 +104,14 @@ class Router:
             raise
         finally:
             meter.ended(outcome)
-            span.set_attribute("outcome", outcome)
+            span.set_attribute("treeserve.outcome", outcome)
             span.end()
             log.info("request ended", outcome=outcome)
 
     async def _run(self, ask: Ask, span: Span) -> AsyncGenerator[GenerationEvent, None]:
         self._admission.check(ask)
         request = await self._admission.admit(ask, await self._max_context_tokens(ask.deadline))
-        span.set_attribute("request_id", request.request_id)
+        span.set_attribute("treeserve.request_id", request.request_id)
         record = await self._store.session(request.session_id) if request.session_id else None
         generation = Generation(request, self._parts, record.verifier_id if record else "", span)
         older = self._active.get(request.request_id)

@@ -22,7 +22,6 @@ from redis.exceptions import RedisError
 CALL_TIMEOUT_S = 0.1
 HEARTBEAT_S = 5.0
 LEASE_TTL_S = 30.0
-DEFAULT_TENANT = "default"
 
 # A plain counter can go backwards after a failover; the server's clock cannot be far behind it.
 _REMEMBER_SESSION = """
@@ -176,10 +175,10 @@ def worker_key(verifier_id: str) -> str:
     return f"treeserve:{{workers}}:{verifier_id}"
 
 
-def _session_key(session_id: str, tenant: str = DEFAULT_TENANT) -> str:
+def _session_key(session_id: str) -> str:
     """Key of a session's record. The id is the client's, so it is hashed: no character of it reaches the key."""
     digest = hashlib.sha256(session_id.encode()).hexdigest()[:32]
-    return f"treeserve:{{{tenant}:{digest}}}:session"
+    return f"treeserve:{{{digest}}}:session"
 
 
 def _record(fields: Mapping[str, str]) -> SessionRecord | None:

@@ -18,12 +18,12 @@ from treeserve_router.mailbox import Lost
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
 from treeserve_wire import codec
+from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
 from treeserve_wire.status import error_from_rpc
 
-HANDSHAKE_TIMEOUT_S = 5.0
-_MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
+_WELCOME_TIMEOUT_S = 5.0
+_BACKOFF = Backoff()
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class VerifierLink:
         model: what this router tokenises for; a verifier of anything else is refused.
         token_credit: token frames the verifier may have in flight.
         on_change: called after anything that placement may care about: connection, load, room.
-        jitter: uniform numbers in [0, 1).
+        rng: for the jitter of waits.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class VerifierLink:
         router_id: str,
         token_credit: int,
         on_change: Callable[[], None],
-        jitter: Callable[[], float] = random.random,
+        rng: random.Random,
     ) -> None:
         self.address = address
         self._model = model
@@ -54,7 +54,8 @@ class VerifierLink:
         )
         self._token_credit = token_credit
         self._on_change = on_change
-        self._jitter = jitter
+        self._rng = rng
+        self._failures = 0
         self._stream: DecodeStream | None = None
 
     @property
@@ -86,22 +87,21 @@ class VerifierLink:
 
     async def run(self) -> None:
         """Connect, serve, and connect again with growing pauses, until cancelled."""
-        backoff_s = _MIN_BACKOFF_S
         while True:
             try:
                 async with open_channel(self.address) as channel:
                     stream = await self._open(channel)
-                    backoff_s = _MIN_BACKOFF_S
+                    self._failures = 0
                     await self._serve(stream)
             except Exception as error:  # whatever ended this stream, the next one may work
                 self._report_down(error)
-            await asyncio.sleep(backoff_s * (0.5 + self._jitter() / 2))
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            self._failures += 1
+            await asyncio.sleep(_BACKOFF.wait_s(self._failures, self._rng))
 
     async def _open(self, channel: grpc.aio.Channel) -> DecodeStream:
         """Shake hands. Raises HandshakeError if the verifier serves something else."""
         call = VerifierServiceStub(channel).Decode()
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        async with asyncio.timeout(_WELCOME_TIMEOUT_S):
             await call.write(pb.DecodeRequest(hello=self._hello))
             frame = await read_frame(call)
         if frame.WhichOneof("frame") != "welcome":
@@ -111,10 +111,7 @@ class VerifierLink:
         return DecodeStream(self.address, call, offer, self._token_credit, self._on_change)
 
     def _check(self, offer: VerifierOffer) -> None:
-        for what in ("name", "tokenizer_hash", "vocab_size", "eos_token_ids"):
-            ours, theirs = getattr(self._model, what), getattr(offer.model, what)
-            if ours != theirs:
-                raise HandshakeError(f"{what} differs: the router has {ours!r}, the verifier {theirs!r}")
+        self._model.check_peer(offer.model, own_role="router", peer_role="verifier")
         if offer.max_sequences < 1 or offer.max_context_tokens < 1:
             raise HandshakeError("the verifier takes no sequences")
 

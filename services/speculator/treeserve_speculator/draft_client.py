@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -16,29 +15,19 @@ from treeserve_core.errors import HandshakeError, TreeserveError, UnavailableErr
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, DraftCall, DraftPeer
 from treeserve_speculator.drafter import Drafter, TreeLimits
+from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
 from treeserve_wire.codec import identity_to_proto
 from treeserve_wire.status import error_from_rpc
 
-_WELCOME_TIMEOUT_S = 10.0
+_WELCOME_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 1.0
+_BACKOFF = Backoff()
+_REFUSED_WAIT_S = 30.0
 
 _T = TypeVar("_T")
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Waits before the next attempt: doubling from `first_s` to `longest_s`; `refused_s` after a refused handshake."""
-
-    first_s: float = 0.1
-    longest_s: float = 5.0
-    refused_s: float = 30.0
-
-    def wait_s(self, failures: int, rng: random.Random) -> float:
-        """Wait after that many failures in a row, with jitter so that speculators do not return all at once."""
-        return min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 16)) * rng.uniform(0.5, 1.0)
 
 
 def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -> verifier_pb2.DraftHello:
@@ -54,13 +43,26 @@ def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -
 
 
 class DraftClient:
-    """Serves one verifier until stopped; a verifier that is away or refuses is tried again for ever."""
+    """Serves one verifier until stopped; a verifier that is away or refuses is tried again for ever.
 
-    def __init__(self, address: str, peer: DraftPeer, rng: random.Random, backoff: Backoff | None = None) -> None:
+    Args:
+        rng: for the jitter of waits.
+        refused_s: wait after a refused handshake, which the next attempt will hardly change.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        peer: DraftPeer,
+        rng: random.Random,
+        backoff: Backoff = _BACKOFF,
+        refused_s: float = _REFUSED_WAIT_S,
+    ) -> None:
         self._address = address
         self._peer = peer
         self._rng = rng
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff
+        self._refused_s = refused_s
         self._failures = 0
         self._stopping = asyncio.Event()
         self._log = _log.bind(verifier=address)
@@ -90,7 +92,7 @@ class DraftClient:
             return 0.0
         if isinstance(error, HandshakeError):
             self._log.error("verifier refused the handshake", reason=str(error))
-            return self._backoff.refused_s
+            return self._refused_s
         self._failures += 1
         wait_s = self._backoff.wait_s(self._failures, self._rng)
         if isinstance(error, TreeserveError):

@@ -1,20 +1,16 @@
-"""Runs a speculator process: builds its sources, serves its verifiers, drains on SIGTERM."""
+"""Builds a speculator from its configuration and runs it until SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
-import uvloop
 
-from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.conversation import DraftPeer
@@ -26,37 +22,27 @@ from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
-from treeserve_wire.config import load_config
 from treeserve_wire.discovery import PeerWatch
+from treeserve_wire.process import run_service
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
+from treeserve_wire.telemetry import setup_tracing, start_metrics
 
-_SERVICE = "treeserve.speculator"
-_DRAIN_GRACE_S = 1.0
+# A speculator serves nothing but health, under this name.
+SERVICE_NAME = "treeserve.speculator"
+_STOP_GRACE_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT. Exits with a message if the configuration or a folder it names cannot be used."""
-    metrics = SpeculatorMetrics()
-    try:
-        config = load_config(SpeculatorConfig, argv)
-        setup_logging("speculator", config.log_level)
-        identity = read_identity(config.model_folder, config.model_name)
-        drafter = build_drafter(config, identity, metrics)
-    except (TreeserveError, ValueError, OSError) as error:
-        sys.exit(f"treeserve_speculator: {error}")
-    uvloop.run(serve(config, identity, drafter, metrics))
-
-
-async def serve(
-    config: SpeculatorConfig, identity: ModelIdentity, drafter: Drafter, metrics: SpeculatorMetrics
-) -> None:
-    """Draft for all configured verifiers until SIGTERM or SIGINT."""
+async def run(config: SpeculatorConfig, stop: asyncio.Event) -> None:
+    """Build the sources, draft for all configured verifiers until `stop` is set, then end the streams."""
     tracer = setup_tracing("treeserve-speculator", config.otlp_endpoint)
+    metrics = SpeculatorMetrics()
+    identity = await asyncio.to_thread(read_identity, config.model_folder, config.model_name)
+    drafter = await asyncio.to_thread(build_drafter, config, identity, metrics)
     start_metrics(config.metrics_listen)
-    server = ServiceServer(config.listen, _SERVICE, reflection=False)
+    watch = PeerWatch(config.verifiers)
+    server = ServiceServer(config.listen, SERVICE_NAME, reflection=False)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as executor:
         peer = DraftPeer(
             executor=executor,
@@ -65,16 +51,13 @@ async def serve(
             metrics=metrics,
         )
         clients = DraftClients(lambda address: DraftClient(address, peer, random.Random()))
-        stop = asyncio.Event()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
         address = await server.start()
-        _log.info("speculator ready", health=address, sources=drafter.source_names, verifiers=config.verifiers)
-        watching = asyncio.create_task(PeerWatch(config.verifiers).run(clients.update))
+        _log.info("serving", health=address, sources=drafter.source_names, verifiers=config.verifiers)
+        watching = asyncio.create_task(watch.run(clients.update))
         await stop.wait()
         watching.cancel()
         await clients.stop()
-        await server.drain(_DRAIN_GRACE_S)
+        await server.drain(_STOP_GRACE_S)
 
 
 def read_identity(model_folder: Path, model_name: str) -> ModelIdentity:
@@ -101,3 +84,8 @@ def build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: Sp
         limits=TreeLimits(config.max_nodes, config.max_depth),
         metrics=metrics,
     )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m treeserve_speculator`."""
+    run_service("speculator", SpeculatorConfig, run, argv)

@@ -20,7 +20,7 @@ from treeserve_wire import codec
 from treeserve_wire.credits import Credits
 from treeserve_wire.status import to_status
 
-log = structlog.get_logger(__name__)
+_log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # Bounds a frame below 1 MiB: a token with 20 log-probabilities takes about 320 bytes.
@@ -150,7 +150,7 @@ class DecodeHandler:
         self._streams.add(stream)
         self.report_load(force=True)
         writer = asyncio.create_task(_write_all(stream, context))
-        log.info("router connected", router=stream.router_id)
+        _log.info("router connected", router=stream.router_id)
         try:
             async for request in requests:
                 self._take(stream, request)
@@ -158,7 +158,7 @@ class DecodeHandler:
             writer.cancel()
             self._streams.discard(stream)
             stream.close()
-            log.info("router disconnected", router=stream.router_id)
+            _log.info("router disconnected", router=stream.router_id)
 
     def report_load(self, force: bool = False) -> None:
         """Tell all routers what this verifier can still take, if that changed."""

@@ -22,7 +22,7 @@ from treeserve_wire import codec
 from treeserve_wire.credits import Credits, CreditWindow
 from treeserve_wire.status import to_status
 
-log = structlog.get_logger(__name__)
+_log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SOURCES = 16
@@ -137,7 +137,7 @@ class DraftHandler:
         await context.write(self._welcome())
         speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
         writer = asyncio.create_task(_write_all(stream, context))
-        log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
+        _log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
         window = CreditWindow(PROPOSAL_WINDOW)
         try:
             async for request in requests:
@@ -153,7 +153,7 @@ class DraftHandler:
         finally:
             writer.cancel()
             self._loop.detach(speculator)
-            log.info("speculator disconnected", speculator=speculator.name)
+            _log.info("speculator disconnected", speculator=speculator.name)
 
     def _take_proposals(self, stream: DraftStream, speculator: Speculator, proposals: verifier_pb2.Proposals) -> None:
         """Take each tree; refuse malformed, late and unknown ones, each for itself."""
@@ -177,7 +177,8 @@ class DraftHandler:
 
     def _check_hello(self, hello: verifier_pb2.DraftHello) -> None:
         check_protocol(hello.protocol_version)
-        self._identity.check_drafter(codec.identity_from_proto(hello.model))
+        theirs = codec.identity_from_proto(hello.model)
+        self._identity.check_peer(theirs, own_role="verifier", peer_role="speculator")
         if not 1 <= len(hello.sources) <= MAX_SOURCES or len(set(hello.sources)) != len(hello.sources):
             raise InvalidArgumentError("sources", f"names 1 to {MAX_SOURCES} different sources")
 

@@ -156,7 +156,7 @@ class DraftDesk:
         """Tell the sequence's speculators what was committed after `base_len`, and start waiting for their trees."""
         now, budget = self._clock(), self._budget_of(sequence)
         for seat in self._seats.get(sequence, ()):
-            if seat.asked and seat.answered_len < base_len and now - seat.asked_at > self._max_wait_s:
+            if seat.asked and seat.answered_len < base_len and now > self._wait_until(seat):
                 seat.speculator.misses += 1
             seat.asked_at, seat.asked = now, budget > 0
             notice = CommitNotice(
@@ -216,13 +216,16 @@ class DraftDesk:
     def wait_until(self, sequence: Sequence) -> float:
         """Clock time until which the sequence's next step should wait for trees; in the past if it is ready."""
         deadlines = [
-            seat.asked_at + min(self._max_wait_s, 2.0 * seat.speculator.latency_s + 0.002)
-            if seat.speculator.latency_s
-            else seat.asked_at + self._max_wait_s
+            self._wait_until(seat)
             for seat in self._seats.get(sequence, ())
             if seat.asked and seat.answered_len < len(sequence.tokens) and seat.speculator.responsive
         ]
         return max(deadlines, default=0.0)
+
+    def _wait_until(self, seat: _Seat) -> float:
+        """Clock time until which the seat's tree is worth waiting for: a while longer than it usually takes."""
+        latency_s = seat.speculator.latency_s
+        return seat.asked_at + (min(self._max_wait_s, 2.0 * latency_s + 0.002) if latency_s else self._max_wait_s)
 
     def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
         same = [speculator for speculator in self._speculators if speculator.sources == sources]

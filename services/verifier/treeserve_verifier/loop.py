@@ -20,7 +20,7 @@ from treeserve_verifier.planner import Candidate, StepPlan, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 
-log = structlog.get_logger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class VerifyLoop:
     def _settle(self, result: StepResult) -> None:
         sequence = result.planned.sequence
         if result.error is not None:
-            log.error("sequence failed", request_id=sequence.submission.request_id, exc_info=result.error)
+            _log.error("sequence failed", request_id=sequence.submission.request_id, exc_info=result.error)
             self._scheduler.settle_failed(result.planned, result.error)
             return
         base_len = len(sequence.tokens)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import structlog
 import torch
-import uvloop
 from opentelemetry import trace
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
-from treeserve_core.errors import TreeserveError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.config import load_config as load_model_config
 from treeserve_engine.exactness import measure_divergence
@@ -34,11 +30,11 @@ from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.servicer import VerifierServicer
-from treeserve_wire.config import load_config
+from treeserve_wire.process import run_service
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.telemetry import setup_logging, setup_tracing, start_metrics
+from treeserve_wire.telemetry import setup_tracing, start_metrics
 
-log = structlog.get_logger(__name__)
+_log = structlog.get_logger(__name__)
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 STOP_GRACE_S = 1.0
 
@@ -73,8 +69,8 @@ def load_engine(config: VerifierConfig) -> Engine:
     cost = CostModel.measure(StepExecutor(runner).time_ms)
     divergence = measure_divergence(model)
     if divergence > 0:
-        log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
-    log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, divergence=divergence)
+        _log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
+    _log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, divergence=divergence)
     identity = ModelIdentity(
         config.model_name, tokenizer.hash, tokenizer.vocab_size, model_config.vocab_size, tokenizer.eos_token_ids
     )
@@ -115,7 +111,7 @@ class Verifier:
         stepping = asyncio.create_task(self.loop.run())
         stopping = asyncio.create_task(stop.wait())
         address = await self.server.start()
-        log.info("serving", address=address)
+        _log.info("serving", address=address)
         await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stepping.done():
             await self.server.set_serving(False)
@@ -140,12 +136,9 @@ class Verifier:
         sequence.span.end()
 
 
-async def run(config: VerifierConfig) -> None:
-    """Load, serve, drain."""
+async def run(config: VerifierConfig, stop: asyncio.Event) -> None:
+    """Load the model, serve until `stop` is set, then drain."""
     tracer = setup_tracing("treeserve-verifier", config.otlp_endpoint)
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     engine = await asyncio.to_thread(load_engine, config)
     verifier = Verifier(config, engine, tracer, VerifierMetrics())
     start_metrics(config.metrics_listen)
@@ -153,10 +146,5 @@ async def run(config: VerifierConfig) -> None:
 
 
 def main(argv: SequenceOf[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT. Exits with a message if the configuration or the model cannot be used."""
-    try:
-        config = load_config(VerifierConfig, argv)
-        setup_logging("verifier", config.log_level)
-        uvloop.run(run(config))
-    except (TreeserveError, ValueError, OSError) as error:
-        sys.exit(f"treeserve_verifier: {error}")
+    """Entry point of `python -m treeserve_verifier`."""
+    run_service("verifier", VerifierConfig, run, argv)

@@ -146,7 +146,7 @@ class Scheduler:
         offset = sequence.output_len
         sequence.tokens.extend(outcome.token_ids)
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
-        sequence.stats.record(drafted, len(outcome.accepted_nodes), len(outcome.token_ids))
+        sequence.stats.record(drafted, len(outcome.accepted_nodes))
         self._calibrate(sequence, planned.expected, len(outcome.accepted_nodes))
         emission = Emission(
             offset,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import BITS_PER_WORD, TokenTree
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.config import load_config
@@ -270,15 +271,14 @@ def build(settings: SourceSettings) -> SsmSource:
     """The source as configured.
 
     Raises:
-        ValueError: if the draft model's token ids do not mean the target's.
-        InvalidArgumentError: if its architecture is not supported.
+        InvalidArgumentError: if the draft model's token ids do not mean the target's, or it is not supported.
     """
     config = settings.config
     folder = config.ssm_folder
     if folder is None:
-        raise ValueError("ssm_folder: the ssm source needs the folder of a draft model")
+        raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
     if Tokenizer.from_folder(folder).hash != settings.tokenizer_hash:
-        raise ValueError(f"ssm_folder: the tokenizer of {folder.name} is not the target's")
+        raise InvalidArgumentError("ssm_folder", f"the tokenizer of {folder.name} is not the target's")
     torch.set_num_threads(config.threads)
     model_config = load_config(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

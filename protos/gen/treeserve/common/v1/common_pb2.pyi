@@ -232,7 +232,7 @@ Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 
 @_typing.final
 class ServiceLevel(_message.Message):
-    """What a request was promised. Zero means the class's default."""
+    """What a request was promised. Zero means no target."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -240,7 +240,7 @@ class ServiceLevel(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     service_class: Global___ServiceClass.ValueType
-    """Class that decides queue order and defaults; unspecified means STANDARD."""
+    """Class that decides queue order; unspecified means STANDARD."""
     ttft_ms: _builtins.float
     """Target for the time to the first token, milliseconds."""
     tpot_ms: _builtins.float
@@ -368,7 +368,7 @@ class ModelIdentity(_message.Message):
     name: _builtins.str
     """Served model name."""
     tokenizer_hash: _builtins.str
-    """SHA-256 (hex) over the tokenizer's vocabulary and merges."""
+    """SHA-256 (hex) over the tokenizer's vocabulary, special ids and merges."""
     vocab_size: _builtins.int
     """Number of token ids the tokenizer knows. Models may pad their output layer beyond it."""
     padded_vocab_size: _builtins.int

@@ -3,8 +3,9 @@
 isort:skip_file
 The verifier's two streams: Decode with routers and Draft with speculators.
 
-Both open with a hello and a welcome; a mismatch ends the stream with FAILED_PRECONDITION and the reason. After that
-every message carries a list, one entry per sequence. Sequences are named by handles that live as long as the stream.
+Both open with a hello and a welcome. Who finds a mismatch ends the stream: the verifier with FAILED_PRECONDITION and
+the reason, a router or speculator by hanging up. After that every message carries a list, one entry per sequence.
+Sequences are named by handles, which mean nothing beyond their stream.
 A malformed entry is answered for its own sequence with a google.rpc.Status and harms no other; a broken framing (no
 hello first, a second hello, a message without a frame) ends the stream with INVALID_ARGUMENT.
 Messages are at most 1 MiB.
@@ -478,7 +479,7 @@ class DraftHello(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     speculator_id: _builtins.str
-    """Name of the speculator, for logs and metrics."""
+    """Name of the speculator, for logs."""
     initial_credit: _builtins.int
     """Frames the verifier may send before it needs more credit. While it has none, commits gather per sequence."""
     wants_top_tokens: _builtins.bool
