@@ -8,6 +8,9 @@ MODEL := $(CACHE)/SmolLM2-135M-Instruct.gguf
 CHART_TOOLS := .tools/helm
 PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
 	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator
+PIP_COMPILE := CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/pip-compile pyproject.toml --quiet --generate-hashes \
+	--strip-extras --no-emit-index-url --no-emit-find-links
+IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock
 export TREESERVE_CACHE := $(CACHE)
 
 .DEFAULT_GOAL := help
@@ -58,9 +61,10 @@ format: $(INSTALLED) ## Rewrite the code in the house style
 protos: $(INSTALLED) ## Generate the stubs in protos/gen
 	$(BIN)/python protos/generate.py
 
-lock: $(INSTALLED) ## Resolve pyproject.toml into the hashed lock
-	$(BIN)/pip-compile --quiet --generate-hashes --strip-extras --allow-unsafe --no-emit-index-url --no-emit-find-links \
-		--extra engine --extra router --extra cli --extra dev -o requirements/treeserve.lock pyproject.toml
+lock: $(INSTALLED) ## Resolve pyproject.toml into the hashed locks: of this checkout, and from that of the two images
+	$(PIP_COMPILE) --allow-unsafe --extra engine --extra router --extra cli --extra dev -o requirements/treeserve.lock
+	$(PIP_COMPILE) $(IMAGE_LOCK) --allow-unsafe --extra router --extra cli -o requirements/router.lock
+	$(PIP_COMPILE) $(IMAGE_LOCK) --unsafe-package torch --extra engine -o requirements/engine.lock
 
 kernels: $(INSTALLED) ## Compile the Triton kernels ahead of time and print registers, spills, shared memory
 	$(BIN)/python -m treeserve_kernels.triton.compile
