@@ -48,6 +48,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+	$(BIN)/mypy protos/generate.py requirements/*.py benchmarks/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb

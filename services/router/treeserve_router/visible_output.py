@@ -34,7 +34,10 @@ class VisibleOutput:
         self._assembler = TextAssembler(tokenizer, stop_strings)
         released = self._assembler.push(delivered)
         self._surplus_tokens = len(delivered) - len(released.token_ids)
-        self._surplus_chars = len(Detokenizer(tokenizer).push(delivered)) - len(released.text)
+        detokenizer = Detokenizer(tokenizer)
+        self._surplus_chars = len(detokenizer.push(delivered)) - len(released.text)
+        # Its last bytes were released as U+FFFD: only the next token, which was still held back, made that certain.
+        self._surplus_replacement = detokenizer.inside_character
         self._offset = len(delivered)
         self._log_probs: deque[PositionLogProbs] = deque()
 
@@ -62,6 +65,9 @@ class VisibleOutput:
         text = released.text[self._surplus_chars :]
         self._surplus_tokens = max(self._surplus_tokens - len(released.token_ids), 0)
         self._surplus_chars = max(self._surplus_chars - len(released.text), 0)
+        if text and self._surplus_replacement:
+            self._surplus_replacement = False
+            text = text.removeprefix("\ufffd")
         if not token_ids and not text:
             return None
         log_probs = tuple(self._log_probs.popleft() for _ in token_ids) if self._log_probs else ()

@@ -12,7 +12,7 @@ from treeserve_wire.config import check_at_least, option
 
 
 def default_threads() -> int:
-    """Half the cores: the event loops, the drafters and the router need theirs, and a shared core stalls both threads."""
+    """Half the cores: event loops, drafters and the router need theirs, and a shared core stalls both threads."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
