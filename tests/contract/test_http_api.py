@@ -321,10 +321,6 @@ async def test_models_health_and_metrics(http: httpx.AsyncClient, rig: RouterRig
         "gen_ai_server_request_duration_seconds_bucket",
         "gen_ai_server_time_to_first_token_seconds_bucket",
         "gen_ai_server_time_per_output_token_seconds_bucket",
-        "spec_decode_num_drafts_total 8.0",
-        "spec_decode_num_draft_tokens_total 16.0",
-        "spec_decode_num_accepted_tokens_total 1.0",
-        'spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1.0',
         'treeserve_router_queue_depth{service_class="realtime"} 0.0',
         'treeserve_router_queue_age_seconds{service_class="batch"} 0.0',
     ):

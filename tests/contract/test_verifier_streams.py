@@ -336,7 +336,7 @@ async def test_a_router_that_goes_away_leaves_nothing_behind(running: RunningVer
 async def test_without_credit_tokens_gather_and_then_come_at_once(running: RunningVerifier) -> None:
     async with RouterPeer(running.address, credit=0) as router:
         outputs = [await router.submit(h, PROMPT, max_tokens=20) for h in range(3)]
-        await until(lambda: running.metric("treeserve_emitted_tokens_total") == 60)
+        await until(lambda: running.metric("treeserve_verifier_emitted_tokens_total") == 60)
         await asyncio.sleep(0.05)
         assert router.token_frames == 0 and not any(output.token_ids for output in outputs)
         await router.send(credit=verifier_pb2.Credit(frames=1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -25,6 +28,15 @@ _OPTIONS = (
     # Without this a second process could bind the same port and take every other connection.
     ("grpc.so_reuseport", 0),
 )
+
+
+ServicerContext = grpc.aio.ServicerContext[Any, Any]
+
+
+async def write_all(context: ServicerContext, frames: AsyncIterator[Any]) -> None:
+    """Write frames as they come, until cancelled or the stream breaks."""
+    async for frame in frames:
+        await context.write(frame)
 
 
 class ServiceServer:

@@ -185,7 +185,6 @@ class Generation:
                 raise UnavailableError("no verifier can take the request")
             case Ended(reason, stats, error):
                 if stats is not None:
-                    self._parts.metrics.speculated(stats)
                     self._stats.add(stats)  # after a replay the request has the sum
                 if isinstance(error, UnavailableError | OverloadedError):
                     return self._replay(error)

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics. Names follow OpenTelemetry's gen_ai conventions and vLLM's spec_decode counters."""
+"""The router's Prometheus metrics. Names follow OpenTelemetry's gen_ai conventions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from treeserve_core.outcome import SpeculationStats
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.queue import RequestQueue
 
@@ -54,15 +53,6 @@ class RouterMetrics:
         )
         self.prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens admitted.", registry)
         self.output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
-        self._drafts = _counter("spec_decode_num_drafts", "Verify steps.", registry)
-        self._draft_tokens = _counter("spec_decode_num_draft_tokens", "Draft nodes verified.", registry)
-        self._accepted_tokens = _counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.", registry)
-        self._accepted_per_pos = Counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Draft nodes accepted, by depth in the tree; 0 is the root's child.",
-            ["position"],
-            registry=registry,
-        )
         self._rejections = Counter(
             "treeserve_router_rejections", "Requests that failed, by the kind of error.", ["reason"], registry=registry
         )
@@ -89,14 +79,6 @@ class RouterMetrics:
     def rejected(self, error: BaseException) -> None:
         """Count a request that failed."""
         self._rejections.labels(type(error).__name__.removesuffix("Error")).inc()
-
-    def speculated(self, stats: SpeculationStats) -> None:
-        """Count what speculation did for a sequence."""
-        self._drafts.inc(stats.steps)
-        self._draft_tokens.inc(stats.drafted)
-        self._accepted_tokens.inc(stats.accepted)
-        for position, accepted in enumerate(stats.accepted_per_depth):
-            self._accepted_per_pos.labels(str(position)).inc(accepted)
 
 
 class RequestMeter:

@@ -43,7 +43,7 @@ def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -
 
 
 class DraftClient:
-    """Serves one verifier until stopped; a verifier that is away or refuses is tried again for ever.
+    """Serves one verifier until stopped; a verifier that is away or refuses is tried again as long as it is wanted.
 
     Args:
         rng: for the jitter of waits.
@@ -64,6 +64,7 @@ class DraftClient:
         self._backoff = backoff
         self._refused_s = refused_s
         self._failures = 0
+        self.wanted = True
         self._stopping = asyncio.Event()
         self._log = _log.bind(verifier=address)
 
@@ -72,10 +73,10 @@ class DraftClient:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Hold a stream until `stop`."""
+        """Hold a stream until `stop`, or until one ends while it is not wanted."""
         async with open_channel(self._address) as channel:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            while not self._stopping.is_set():
+            while self.wanted and not self._stopping.is_set():
                 wait_s = await self._attempt(stub.Draft)
                 await self._unless_stopped(asyncio.sleep(wait_s))
 

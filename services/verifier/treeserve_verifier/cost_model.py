@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping
 
-MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
-SMOOTHING = 0.05
+_MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
+_SMOOTHING = 0.05
 
 
 class CostModel:
@@ -26,12 +26,12 @@ class CostModel:
 
     @classmethod
     def measure(cls, time_ms: Callable[[int], float], repeats: int = 3) -> CostModel:
-        """Build the table from `time_ms(rows)`: for each entry of MEASURED_ROWS the fastest of `repeats` timings.
+        """Build the table from `time_ms(rows)`: for each entry of _MEASURED_ROWS the fastest of `repeats` timings.
 
         What disturbs a timing only ever adds to it.
         """
-        time_ms(MEASURED_ROWS[-1])  # the first pass pays for allocations
-        return cls({rows: min(time_ms(rows) for _ in range(repeats)) for rows in MEASURED_ROWS})
+        time_ms(_MEASURED_ROWS[-1])  # the first pass pays for allocations
+        return cls({rows: min(time_ms(rows) for _ in range(repeats)) for rows in _MEASURED_ROWS})
 
     @property
     def table(self) -> dict[int, float]:
@@ -50,7 +50,7 @@ class CostModel:
         stair = bisect.bisect_left(self._rows, rows)
         if stair == len(self._rows) or ms <= 0:
             return
-        change = SMOOTHING * (min(ms / self._ms[stair], 4.0) - 1.0)  # one outlier must not distort the table
+        change = _SMOOTHING * (min(ms / self._ms[stair], 4.0) - 1.0)  # one outlier must not distort the table
         self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
         self._make_monotone()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
 import structlog
 
 from treeserve.verifier.v1 import verifier_pb2
@@ -18,14 +16,14 @@ from treeserve_verifier.loop import Load, VerifyLoop
 from treeserve_verifier.sequence import Emission, Sequence, Submission
 from treeserve_wire import codec
 from treeserve_wire.credits import Credits
+from treeserve_wire.server import ServicerContext, write_all
 from treeserve_wire.status import to_status
 
 _log = structlog.get_logger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Bounds a frame below 1 MiB: a token with 20 log-probabilities takes about 320 bytes.
-MAX_TOKENS_PER_FRAME = 2048
-MAX_SEQUENCES_PER_STREAM = 4096
+_MAX_TOKENS_PER_FRAME = 2048
+_MAX_SEQUENCES_PER_STREAM = 4096
 
 
 class DecodeStream:
@@ -51,7 +49,7 @@ class DecodeStream:
         if handle in self._sequences:
             raise InvalidArgumentError("handle", f"{handle} is in use on this stream")
         try:
-            if len(self._sequences) >= MAX_SEQUENCES_PER_STREAM:
+            if len(self._sequences) >= _MAX_SEQUENCES_PER_STREAM:
                 raise OverloadedError(f"{len(self._sequences)} sequences are open on this stream", 1.0)
             sequence = self._intake.accept(_submission(message), lambda emission: self._emit(handle, emission))
             self._loop.submit(sequence)
@@ -101,7 +99,7 @@ class DecodeStream:
 
     def _next_batch(self) -> verifier_pb2.TokenBatch:
         batch = verifier_pb2.TokenBatch()
-        room = MAX_TOKENS_PER_FRAME
+        room = _MAX_TOKENS_PER_FRAME
         for handle in list(self._pending):
             emissions = self._pending[handle]
             message = batch.sequences.add(handle=handle, offset=emissions[0].offset)
@@ -132,7 +130,7 @@ class DecodeHandler:
         self._streams: set[DecodeStream] = set()
         self._last_load: Load | None = None
 
-    async def serve(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: Context) -> None:
+    async def serve(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: ServicerContext) -> None:
         """One stream, from hello to end.
 
         Raises:
@@ -149,7 +147,7 @@ class DecodeHandler:
         await context.write(self._welcome())
         self._streams.add(stream)
         self.report_load(force=True)
-        writer = asyncio.create_task(_write_all(stream, context))
+        writer = asyncio.create_task(write_all(context, stream.frames()))
         _log.info("router connected", router=stream.router_id)
         try:
             async for request in requests:
@@ -200,11 +198,6 @@ class DecodeHandler:
                 dtype=self._config.dtype,
             )
         )
-
-
-async def _write_all(stream: DecodeStream, context: Context) -> None:
-    async for frame in stream.frames():
-        await context.write(frame)
 
 
 def _submission(message: verifier_pb2.SubmitSequence) -> Submission:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
 import structlog
 from google.rpc import code_pb2
 
@@ -20,14 +18,14 @@ from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.sequence import Sequence
 from treeserve_wire import codec
 from treeserve_wire.credits import Credits, CreditWindow
+from treeserve_wire.server import ServicerContext, write_all
 from treeserve_wire.status import to_status
 
 _log = structlog.get_logger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-MAX_SOURCES = 16
-PROPOSAL_WINDOW = 64
-MAX_ASSIGNED_TOKENS_PER_FRAME = 131_072  # a token id takes at most 3 bytes below 2^21: well under 1 MiB
+_MAX_SOURCES = 16
+_PROPOSAL_WINDOW = 64
+_MAX_ASSIGNED_TOKENS_PER_FRAME = 131_072  # a token id takes at most 3 bytes below 2^21: well under 1 MiB
 
 
 class DraftStream:
@@ -99,7 +97,7 @@ class DraftStream:
     def _next_update(self) -> verifier_pb2.DraftUpdate:
         update = verifier_pb2.DraftUpdate(commits=self._commits.values(), released=self._released)
         self._commits, self._released = {}, []
-        room = MAX_ASSIGNED_TOKENS_PER_FRAME
+        room = _MAX_ASSIGNED_TOKENS_PER_FRAME
         for handle in list(self._assignments):
             update.assignments.append(self._assignments.pop(handle))
             room -= len(update.assignments[-1].token_ids)
@@ -119,7 +117,7 @@ class DraftHandler:
         self._loop = loop
         self._metrics = metrics
 
-    async def serve(self, requests: AsyncIterator[verifier_pb2.DraftRequest], context: Context) -> None:
+    async def serve(self, requests: AsyncIterator[verifier_pb2.DraftRequest], context: ServicerContext) -> None:
         """One stream, from hello to end.
 
         Raises:
@@ -136,9 +134,9 @@ class DraftHandler:
         stream = DraftStream(hello.initial_credit)
         await context.write(self._welcome())
         speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
-        writer = asyncio.create_task(_write_all(stream, context))
+        writer = asyncio.create_task(write_all(context, stream.frames()))
         _log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
-        window = CreditWindow(PROPOSAL_WINDOW)
+        window = CreditWindow(_PROPOSAL_WINDOW)
         try:
             async for request in requests:
                 kind = request.WhichOneof("frame")
@@ -179,8 +177,8 @@ class DraftHandler:
         check_protocol(hello.protocol_version)
         theirs = codec.identity_from_proto(hello.model)
         self._identity.check_peer(theirs, own_role="verifier", peer_role="speculator")
-        if not 1 <= len(hello.sources) <= MAX_SOURCES or len(set(hello.sources)) != len(hello.sources):
-            raise InvalidArgumentError("sources", f"names 1 to {MAX_SOURCES} different sources")
+        if not 1 <= len(hello.sources) <= _MAX_SOURCES or len(set(hello.sources)) != len(hello.sources):
+            raise InvalidArgumentError("sources", f"names 1 to {_MAX_SOURCES} different sources")
 
     def _welcome(self) -> verifier_pb2.DraftResponse:
         return verifier_pb2.DraftResponse(
@@ -189,11 +187,6 @@ class DraftHandler:
                 verifier_id=self._config.verifier_id,
                 max_nodes=self._config.max_nodes + 1,
                 max_depth=self._config.max_depth,
-                initial_credit=PROPOSAL_WINDOW,
+                initial_credit=_PROPOSAL_WINDOW,
             )
         )
-
-
-async def _write_all(stream: DraftStream, context: Context) -> None:
-    async for frame in stream.frames():
-        await context.write(frame)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from treeserve_core.errors import InvalidTreeError, NotFoundError, StaleBaseError
+from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
 from treeserve_verifier.sequence import Sequence
 
-LATENCY_SMOOTHING = 0.2
-MISSES_BEFORE_IGNORED = 3
+_LATENCY_SMOOTHING = 0.2
+_MISSES_BEFORE_IGNORED = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Speculator:
     @property
     def responsive(self) -> bool:
         """Whether waiting for its trees is worth it at present."""
-        return self.misses < MISSES_BEFORE_IGNORED
+        return self.misses < _MISSES_BEFORE_IGNORED
 
 
 @dataclass(eq=False)
@@ -174,15 +174,12 @@ class DraftDesk:
         Raises:
             NotFoundError: the handle was never assigned.
             StaleBaseError: the tree does not fit the committed tokens any more (it is late) or never did.
-            InvalidTreeError: a source mask names a source the speculator does not have.
         """
         sequence = speculator.sequences.get(handle)
         if sequence is None:
             if handle >= speculator.next_handle or handle < 1:
                 raise NotFoundError(f"handle {handle} was never assigned on this stream")
             return None
-        if any(mask >> len(speculator.sources) for mask in proposal.tree.source_masks or ()):
-            raise InvalidTreeError("a source mask names an unknown source")
         seat = next(s for s in self._seats[sequence] if s.speculator is speculator)
         try:
             proposal.rebased(sequence.tokens)
@@ -193,7 +190,7 @@ class DraftDesk:
             return sequence  # reordered: a newer tree is here already
         if proposal.base_committed_len == len(sequence.tokens):
             latency = self._clock() - seat.asked_at
-            speculator.latency_s += LATENCY_SMOOTHING * (latency - speculator.latency_s)
+            speculator.latency_s += _LATENCY_SMOOTHING * (latency - speculator.latency_s)
             if latency <= self._max_wait_s:
                 speculator.misses = 0
         seat.proposal = proposal

@@ -15,7 +15,7 @@ from treeserve_engine.batch import SequenceRows
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 
-TOP_TOKENS = 8
+_TOP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -110,5 +110,5 @@ def _rows(planned: PlannedSequence, runner: ModelRunner) -> SequenceRows:
 
 
 def _most_probable(logits: npt.NDArray[np.float32]) -> tuple[int, ...]:
-    top = np.argpartition(logits, -TOP_TOKENS)[-TOP_TOKENS:]
+    top = np.argpartition(logits, -_TOP_TOKENS)[-_TOP_TOKENS:]
     return tuple(int(i) for i in top[np.argsort(-logits[top], kind="stable")])

@@ -36,7 +36,7 @@ from treeserve_wire.telemetry import setup_tracing, start_metrics
 
 _log = structlog.get_logger(__name__)
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
-STOP_GRACE_S = 1.0
+_STOP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,7 @@ class Verifier:
         self.loop.observers.append(decode.report_load)
         self.server = ServiceServer(config.listen, SERVICE_NAME, reflection=config.reflection)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(decode, draft), self.server.grpc)
-        metrics.watch("treeserve_sequences", "Sequences held", lambda: len(self._scheduler))
-        metrics.watch("treeserve_kv_free_blocks", "Free KV blocks", lambda: self.blocks.free_blocks)
-        metrics.watch("treeserve_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
-        metrics.watch("treeserve_preemptions", "Sequences preempted for KV blocks", lambda: self._scheduler.preemptions)
-        metrics.watch("treeserve_late_trees", "Trees that came too late", lambda: self._desk.late)
-        metrics.watch(
-            "treeserve_logits_divergence", "Batch dependence of logits; 0 is exact", lambda: engine.divergence
-        )
-        metrics.watch("treeserve_speculators", "Attached speculators", lambda: len(self._desk.speculators))
+        self._export(metrics, engine.divergence)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain: running sequences may end, the rest is handed back."""
@@ -116,12 +108,22 @@ class Verifier:
         if not stepping.done():
             await self.server.set_serving(False)
             await self.loop.drain(self._config.drain_s)
-        await self.server.drain(STOP_GRACE_S)
+        await self.server.drain(_STOP_GRACE_S)
         stopping.cancel()
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
         if not stepping.cancelled() and (error := stepping.exception()) is not None:
             raise error
+
+    def _export(self, metrics: VerifierMetrics, divergence: float) -> None:
+        watch, watch_total = metrics.watch, metrics.watch_total
+        watch("treeserve_verifier_sequences", "Sequences held", lambda: len(self._scheduler))
+        watch("treeserve_verifier_kv_free_blocks", "Free KV blocks", lambda: self.blocks.free_blocks)
+        watch("treeserve_verifier_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
+        watch("treeserve_verifier_speculators", "Attached speculators", lambda: len(self._desk.speculators))
+        watch("treeserve_verifier_logits_divergence", "Batch dependence of logits; 0 is exact", lambda: divergence)
+        watch_total("treeserve_verifier_late_trees", "Trees that came too late", lambda: self._desk.late)
+        watch_total("treeserve_verifier_preemptions", "Sequences preempted", lambda: self._scheduler.preemptions)
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         self._desk.close(sequence)

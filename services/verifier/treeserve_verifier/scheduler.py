@@ -12,10 +12,10 @@ from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Emission, Sequence
 
-CALIBRATION_SMOOTHING = 0.15
-PRIOR_SMOOTHING = 0.02
-FORGIVENESS = 0.01
-RETRY_AFTER_S = 1.0
+_CALIBRATION_SMOOTHING = 0.15
+_PRIOR_SMOOTHING = 0.02
+_FORGIVENESS = 0.01
+_RETRY_AFTER_S = 1.0
 
 
 class Scheduler:
@@ -62,7 +62,7 @@ class Scheduler:
             OverloadedError: if too many wait already.
         """
         if len(self._waiting) >= self._config.max_waiting:
-            raise OverloadedError(f"{len(self._waiting)} sequences wait for KV blocks", RETRY_AFTER_S)
+            raise OverloadedError(f"{len(self._waiting)} sequences wait for KV blocks", _RETRY_AFTER_S)
         sequence.calibration = self._prior
         self._waiting.append(sequence)
 
@@ -169,11 +169,11 @@ class Scheduler:
     def _calibrate(self, sequence: Sequence, expected: float, accepted: int) -> None:
         """Learn how far the drafters' probabilities hold. `expected` counts with the present calibration."""
         if expected == 0.0:  # nothing was tried: forgive slowly, or a bad start would end drafting for good
-            sequence.calibration += FORGIVENESS * (1.0 - sequence.calibration)
+            sequence.calibration += _FORGIVENESS * (1.0 - sequence.calibration)
             return
         ratio = min((accepted + 0.5) / (expected + 0.5), 2.0)  # the halves keep small trees from swinging it
-        sequence.calibration *= 1.0 + CALIBRATION_SMOOTHING * (ratio - 1.0)
-        self._prior += PRIOR_SMOOTHING * (sequence.calibration - self._prior)
+        sequence.calibration *= 1.0 + _CALIBRATION_SMOOTHING * (ratio - 1.0)
+        self._prior += _PRIOR_SMOOTHING * (sequence.calibration - self._prior)
 
     def _end(self, sequence: Sequence, emission: Emission) -> None:
         sequence.emit(emission)

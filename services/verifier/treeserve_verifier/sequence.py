@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_engine.accept import SequenceSampler
+from treeserve_text.assembler import TextAssembler
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,6 @@ class Emission:
     error: Exception | None = None
 
 
-class StopStringWatch(Protocol):
-    """Decides whether a stop string is complete, one token at a time."""
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string found, if any."""
-
-    def push(self, token_ids: list[int]) -> object:
-        """Take the next output tokens."""
-
-
 @dataclass(eq=False)
 class Sequence:
     """One generation in progress.
@@ -78,7 +67,7 @@ class Sequence:
     submission: Submission
     emit: Callable[[Emission], None]
     sampler: SequenceSampler
-    stop_watch: StopStringWatch | None
+    stop_watch: TextAssembler | None
     tokens: list[int]
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     cancelled: bool = False

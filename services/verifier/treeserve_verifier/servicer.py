@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
+from treeserve_wire.server import ServicerContext
 from treeserve_wire.status import abort
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -23,7 +19,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._draft = draft
 
     async def Decode(  # type: ignore[override]  # noqa: N802
-        self, request_iterator: AsyncIterator[verifier_pb2.DecodeRequest], context: Context
+        self, request_iterator: AsyncIterator[verifier_pb2.DecodeRequest], context: ServicerContext
     ) -> None:
         """See verifier.proto."""
         try:
@@ -32,7 +28,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             await abort(context, error)
 
     async def Draft(  # type: ignore[override]  # noqa: N802
-        self, request_iterator: AsyncIterator[verifier_pb2.DraftRequest], context: Context
+        self, request_iterator: AsyncIterator[verifier_pb2.DraftRequest], context: ServicerContext
     ) -> None:
         """See verifier.proto."""
         try:
