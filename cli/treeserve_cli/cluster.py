@@ -68,9 +68,11 @@ class LocalCluster:
         """Prepare the model, start all processes and wait until the router serves with every verifier.
 
         Raises:
-            ClusterError: if a process exits or time runs out. Nothing is left running then.
+            ClusterError: if a port is taken, a process exits or time runs out. Nothing is left running then.
             InvalidArgumentError: if the model cannot be served.
         """
+        # Whoever has the port, another cluster perhaps, would be taken for this one's router.
+        _check_free(self.grpc_address, self.http_address)
         layout = Layout(self.run_dir, self._prepare_model(), self.grpc_address, self.http_address)
         self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._report(f"logs in {self.run_dir}")
@@ -127,6 +129,15 @@ def _is_healthy(channel: grpc.Channel) -> bool:
 
 def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_LOG_TAIL_CHARS:]
+
+
+def _check_free(*addresses: str) -> None:
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_server((host, int(port))).close()
+        except OSError as error:
+            raise ClusterError(f"cannot listen on {address}: {error.strerror}") from error
 
 
 def _free_port() -> int:

@@ -59,6 +59,9 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "verifiers", "threads", "kv_tokens")
         check_at_least(self, 0, "speculators")
+        for name in ("grpc_port", "http_port"):
+            if not 0 <= getattr(self, name) < 2**16:
+                raise InvalidArgumentError(name, "is no port")
         for setting in self.settings:
             role, dot, assignment = setting.partition(".")
             if role not in ROLES[1:] or not dot or "=" not in assignment:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import grpc
 
 from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
-from treeserve_client.errors import from_rpc
+from treeserve_client.errors import Cancelled, from_rpc
 from treeserve_client.generation import CallOptions, Generation
 from treeserve_client.request import GenerateParams, build_request
 from treeserve_client.types import Chunk, Completion, Model, Started
@@ -18,6 +18,7 @@ from treeserve_client.types import Chunk, Completion, Model, Started
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     # A router that comes back is found within seconds; gRPC's own default waits up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -143,10 +144,12 @@ class AsyncStream(_StreamState):
                     self._generation.check_ended()
                     return
                 except asyncio.CancelledError:
-                    # Raised for a call that `close` cancelled, too; only a task's own cancellation goes on.
+                    # Raised for a call that a `close` cancelled, too; only a task's own cancellation goes on.
                     task = asyncio.current_task()
-                    if not self._closed or (task is not None and task.cancelling()):
+                    if task is not None and task.cancelling():
                         raise
+                    if not self._closed:
+                        raise Cancelled("the client was closed") from None
                     return
                 except grpc.RpcError as error:
                     delay_s = self._generation.resume_delay_s(error)
@@ -253,7 +256,7 @@ class AsyncClient:
         return Model.from_proto(response.model)
 
     async def close(self) -> None:
-        """Close the connection; running streams end."""
+        """Close the connection; running streams end with Cancelled."""
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:

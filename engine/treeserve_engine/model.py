@@ -82,7 +82,10 @@ class LlamaModel:
         device: torch.device,
         attention: Attention | None = None,
     ) -> Self:
-        """Load a Hugging Face folder. Set torch's thread count before: row tiles are tried with it.
+        """Load a Hugging Face folder.
+
+        On a CPU, load and run in one thread: torch's thread count belongs to the calling thread, row tiles are tried
+        with it, and a second calling thread would get a second team of workers that gets in the way of the first.
 
         Args:
             folder: holds safetensors weights.

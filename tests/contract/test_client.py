@@ -363,6 +363,17 @@ async def test_async_close_from_another_task_ends_the_iteration(router: FakeRout
         assert [c.token_ids async for c in stream] == [(1,)]
 
 
+async def test_closing_the_client_ends_its_streams_and_cancels_no_task(router: FakeRouter, address: str) -> None:
+    router.play(chunk(0, [1]), hang(router))
+    client = sdk.AsyncClient(address)
+    stream = client.generate(prompt="p")
+    assert (await anext(stream)).token_ids == (1,)
+    closing = asyncio.create_task(client.close())
+    with pytest.raises(sdk.Cancelled):
+        await anext(stream)
+    await closing
+
+
 async def test_cancelling_the_reading_task_cancels_on_the_server(router: FakeRouter, address: str) -> None:
     router.play(chunk(0, [1]), hang(router))
     reached = asyncio.Event()

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
-from treeserve_wire.channel import MAX_MESSAGE_BYTES, open_channel
+from treeserve_wire.channel import _OPTIONS, MAX_MESSAGE_BYTES, open_channel
 from treeserve_wire.server import LIVENESS, ServiceServer
 
 SERVICE = "treeserve.inference.v1.InferenceService"
@@ -139,3 +139,21 @@ async def test_a_unix_socket_is_bound_again_over_the_remains_of_a_dead_server(tm
         async with open_channel(address) as channel:
             assert await check(channel, "") == SERVING
         await server.drain(0)
+
+
+async def test_a_frozen_peer_is_noticed_when_its_keepalive_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = [(key, value // 20 if "keepalive" in key or "ping_timeout" in key else value) for key, value in _OPTIONS]
+    monkeypatch.setattr("treeserve_wire.channel._OPTIONS", faster)
+
+    async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # an HTTP/2 peer that says hello (empty SETTINGS) and no more
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(freeze, tmp_path / "s"), open_channel(f"unix:{tmp_path}/s") as channel:
+        stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await asyncio.wait_for(stream.read(), 10)  # due after 1 s of silence and 0.25 s for an answer
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -119,6 +120,22 @@ def test_a_start_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ClusterError, match=r"not ready after 0\.2 s"):
         cluster.start()
     assert not cluster.processes["router"][0].is_running
+
+
+def test_a_taken_port_fails_the_start_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for ports in ({"grpc_port": port, "http_port": 0}, {"grpc_port": 0, "http_port": port}):
+            cluster = broken_cluster(monkeypatch, "sleep 60", ClusterConfig(run_dir=tmp_path, **ports))
+            with pytest.raises(ClusterError, match=f"cannot listen on 127.0.0.1:{port}"):
+                cluster.start()
+            assert cluster.processes["router"] == ()
+
+
+@pytest.mark.parametrize("ports", [{"grpc_port": 65536}, {"http_port": -1}])
+def test_a_number_that_is_no_port_is_refused(ports: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match="port"):
+        ClusterConfig(**ports)
 
 
 def test_no_processes_before_the_start() -> None:

@@ -114,6 +114,7 @@ async def test_counts_of_replayed_sequences_add_up(dispatcher: RecordingDispatch
         Tokens(1, (72,)),  # a gap
         Tokens(0, (72,)),  # right offset, but the log-probabilities it was asked for are missing
         Tokens(0, (10**6,), (PositionLogProbs(1, -1.0),)),  # no such token
+        Tokens(0, (70, 71), (PositionLogProbs(70, -1.0), PositionLogProbs(71, -1.0))),  # more than were asked for
     ],
 )
 async def test_tokens_that_cannot_be_right_are_replayed(

@@ -83,6 +83,17 @@ def test_prefill_shares_the_step_and_is_bounded_beside_decoding() -> None:
     assert [p.chunk for p in beside.sequences] == [1, 16]
 
 
+def test_draft_nodes_leave_room_for_prefill() -> None:
+    config = make_config(step_rows=16, max_sequences=8, prefill_rows=4)
+    drafted = [Candidate(make_sequence(), 1, _tree(*[1.0] * 15)) for _ in range(2)]
+    assert StepPlanner(config, FLAT).plan(drafted).rows == 16
+    newcomer = make_sequence()
+    plan = StepPlanner(config, FLAT).plan([*drafted, Candidate(newcomer, 100)])
+    assert plan.rows == 16 and {p.sequence: p.rows for p in plan.sequences}[newcomer] == 4
+    plan = StepPlanner(config, FLAT).plan([*drafted, Candidate(newcomer, 2)])
+    assert plan.rows == 16 and {p.sequence: p.rows for p in plan.sequences}[newcomer] == 2
+
+
 def test_the_last_prefill_chunk_reaches_the_root_and_asks_for_its_logits() -> None:
     sequence = make_sequence(prompt=range(1, 11))
     planned = StepPlanner(make_config(), FLAT).plan([Candidate(sequence, 10)]).sequences[0]

@@ -129,6 +129,18 @@ def test_cancel_during_a_step_waits_for_it_and_emits_nothing() -> None:
     bench.check_free()
 
 
+def test_nothing_is_emitted_for_a_sequence_cancelled_in_a_step_that_failed() -> None:
+    bench = Bench()
+    sequence = bench.submit()
+    bench.scheduler.admit()
+    planned = bench.plan(sequence).sequences[0]
+    bench.scheduler.cancel(sequence)
+    bench.blocks.rollback(sequence.seq_id)
+    bench.scheduler.settle_failed(planned, FloatingPointError("NaN"))
+    assert bench.ended == [sequence] and bench.emitted == []
+    bench.check_free()
+
+
 def test_draft_nodes_go_before_anyone_is_preempted() -> None:
     bench = Bench(blocks=4)
     sequence = bench.submit(prompt_len=9)

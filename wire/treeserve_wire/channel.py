@@ -11,6 +11,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What gRPC really goes by when a keepalive ping stays unanswered; its own default is a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     # An idle stream goes on pinging: middleboxes cut silent connections, and a dead peer must be noticed.
     ("grpc.http2.max_pings_without_data", 0),
     # Credits bound what is in flight. Bandwidth probing would widen the window until a slow reader holds megabytes.

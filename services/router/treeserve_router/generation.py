@@ -164,6 +164,7 @@ class Generation:
         wants_log_probs = self._request.sampling.top_log_probs is not None
         return (
             tokens.offset == len(self._output)
+            and tokens.offset + len(tokens.token_ids) <= self._request.stopping.max_tokens
             and max(tokens.token_ids) < self._parts.tokenizer.vocab_size
             and len(tokens.log_probs) == (len(tokens.token_ids) if wants_log_probs else 0)
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,18 +45,26 @@ class ExecutedStep:
 
 
 class StepExecutor:
-    """The engine's thread side. KV of planned rows is reserved before `run`, and committed or rolled back in it."""
+    """Runs steps in the engine's own thread. KV of planned rows is reserved before, and committed or rolled back here.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    Args:
+        thread: an executor of one thread, the one in which the runner's model was loaded.
+    """
+
+    def __init__(self, runner: ModelRunner, thread: Executor) -> None:
         self._runner = runner
+        self._thread = thread
 
-    def run(self, plan: StepPlan, top_tokens_for: frozenset[int]) -> ExecutedStep:
-        """Run one step.
+    async def run(self, plan: StepPlan, top_tokens_for: frozenset[int]) -> ExecutedStep:
+        """Run one step; the event loop goes on meanwhile.
 
         Args:
             plan: what to run.
             top_tokens_for: seq_ids whose speculators want the most probable tokens.
         """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, plan, top_tokens_for)
+
+    def _run(self, plan: StepPlan, top_tokens_for: frozenset[int]) -> ExecutedStep:
         start = time.perf_counter()
         try:
             logits = self._runner.forward([_rows(planned, self._runner) for planned in plan.sequences])
@@ -68,18 +78,6 @@ class StepExecutor:
             for planned, rows in zip(plan.sequences, logits, strict=True)
         ]
         return ExecutedStep(tuple(results), forward_ms)
-
-    def time_ms(self, rows: int) -> float:
-        """Duration of a forward pass over a fresh chain of `rows` tokens with logits for all of them, milliseconds."""
-        blocks, seq_id = self._runner.blocks, -1
-        blocks.add(seq_id)
-        blocks.reserve(seq_id, rows)
-        start = time.perf_counter()
-        self._runner.forward([SequenceRows.from_chain(seq_id, [0] * rows, range(rows))])
-        elapsed = time.perf_counter() - start
-        blocks.rollback(seq_id)
-        blocks.free(seq_id)
-        return elapsed * 1e3
 
     def _accept(self, planned: PlannedSequence, logits: npt.NDArray[np.float32], wants_top_tokens: bool) -> StepResult:
         sequence, tree = planned.sequence, planned.tree
@@ -98,6 +96,19 @@ class StepExecutor:
             path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
             top = tuple(_most_probable(logits[node]) for node in path)
         return StepResult(planned, outcome, top)
+
+
+def forward_ms(runner: ModelRunner, rows: int) -> float:
+    """Duration of a forward pass over a fresh chain of `rows` tokens with logits for all of them, milliseconds."""
+    blocks, seq_id = runner.blocks, -1
+    blocks.add(seq_id)
+    blocks.reserve(seq_id, rows)
+    start = time.perf_counter()
+    runner.forward([SequenceRows.from_chain(seq_id, [0] * rows, range(rows))])
+    elapsed = time.perf_counter() - start
+    blocks.rollback(seq_id)
+    blocks.free(seq_id)
+    return elapsed * 1e3
 
 
 def _rows(planned: PlannedSequence, runner: ModelRunner) -> SequenceRows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -55,7 +54,6 @@ class VerifyLoop:
         self._executor = executor
         self._cost = cost
         self._metrics = metrics
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._draining = False
@@ -113,13 +111,10 @@ class VerifyLoop:
 
     async def run(self) -> None:
         """Step until cancelled."""
-        try:
-            while True:
-                await self._until_ready()
-                async with self._stepping:
-                    await self.step()
-        finally:
-            self._thread.shutdown(wait=True)
+        while True:
+            await self._until_ready()
+            async with self._stepping:
+                await self.step()
 
     async def step(self) -> None:
         """One step, as docs/architecture.md tells it."""
@@ -128,7 +123,7 @@ class VerifyLoop:
             await asyncio.sleep(0)
             return
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
-        step = await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.run, plan, wanting)
+        step = await self._executor.run(plan, wanting)
         if step.forward_ms:
             self._cost.observe(plan.rows, step.forward_ms)
         self._count_step(plan, step.forward_ms)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -22,7 +24,7 @@ from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.executor import StepExecutor
+from treeserve_verifier.executor import StepExecutor, forward_ms
 from treeserve_verifier.intake import Intake
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
@@ -45,6 +47,7 @@ class Engine:
 
     Attributes:
         divergence: how far a token's logits depend on what is computed with it: 0 where output is exact.
+        thread: where it was loaded and where all its steps run.
     """
 
     runner: ModelRunner
@@ -52,6 +55,7 @@ class Engine:
     identity: ModelIdentity
     cost: CostModel
     divergence: float
+    thread: ThreadPoolExecutor
 
 
 def load_engine(config: VerifierConfig) -> Engine:
@@ -60,13 +64,18 @@ def load_engine(config: VerifierConfig) -> Engine:
     Raises:
         InvalidArgumentError: if the model cannot be served, with the reason.
     """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    return thread.submit(_load, config, thread).result()
+
+
+def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     torch.set_num_threads(config.threads)
     model_config = load_model_config(config.model_folder)
     tokenizer = Tokenizer.from_folder(config.model_folder)
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = LlamaModel.load(config.model_folder, model_config, dtype, torch.device(config.device))
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
-    cost = CostModel.measure(StepExecutor(runner).time_ms)
+    cost = CostModel.measure(functools.partial(forward_ms, runner))
     divergence = measure_divergence(model)
     if divergence > 0:
         _log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
@@ -74,7 +83,7 @@ def load_engine(config: VerifierConfig) -> Engine:
     identity = ModelIdentity(
         config.model_name, tokenizer.hash, tokenizer.vocab_size, model_config.vocab_size, tokenizer.eos_token_ids
     )
-    return Engine(runner, tokenizer, identity, cost, divergence)
+    return Engine(runner, tokenizer, identity, cost, divergence, thread)
 
 
 class Verifier:
@@ -83,13 +92,16 @@ class Verifier:
     def __init__(self, config: VerifierConfig, engine: Engine, tracer: trace.Tracer, metrics: VerifierMetrics) -> None:
         self._config = config
         self.blocks = engine.runner.blocks
+        self._thread = engine.thread
         planner = StepPlanner(config, engine.cost)
         clock = asyncio.get_running_loop().time
         self._desk = DraftDesk(
             clock, config.draft_wait_ms / 1e3, lambda s: planner.draft_budget(s, len(self._scheduler))
         )
         self._scheduler = Scheduler(config, self.blocks, self._sequence_ended)
-        self.loop = VerifyLoop(self._scheduler, self._desk, planner, StepExecutor(engine.runner), engine.cost, metrics)
+        self.loop = VerifyLoop(
+            self._scheduler, self._desk, planner, StepExecutor(engine.runner, engine.thread), engine.cost, metrics
+        )
         intake = Intake(config, engine.identity, engine.tokenizer, tracer)
         decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)
         draft = DraftHandler(config, engine.identity, self.loop, metrics)
@@ -112,6 +124,7 @@ class Verifier:
         stopping.cancel()
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
+        self._thread.shutdown()
         if not stepping.cancelled() and (error := stepping.exception()) is not None:
             raise error
 

@@ -65,7 +65,7 @@ class StepPlanner:
     Every decoding sequence gets its root. Draft nodes are then taken in order of expected acceptance f (path
     probability times the sequence's calibration) as long as they raise emitted tokens per unit time:
     n* = argmax over n of (roots + sum of the n largest f) / t(roots + n). f falls along a path, so parents always come
-    first. Zero nodes is a legal answer. Prefill takes what is left of the row budget.
+    first. Zero nodes is a legal answer. Prefill takes what is left of the row budget; nodes leave it `prefill_rows`.
     """
 
     def __init__(self, config: VerifierConfig, cost: CostModel) -> None:
@@ -83,7 +83,8 @@ class StepPlanner:
     def plan(self, candidates: SequenceOf[Candidate]) -> StepPlan:
         """The next step. Sequences beyond the row budget wait; candidates come in order of precedence."""
         decoding = [c for c in candidates if c.uncomputed == 1][: self._config.step_rows]
-        planned = self._trees(decoding)
+        waiting = sum(c.uncomputed for c in candidates if c.uncomputed > 1)
+        planned = self._trees(decoding, self._config.step_rows - min(waiting, self._config.prefill_rows))
         left = self._config.step_rows - sum(p.rows for p in planned)
         if planned:
             left = min(left, self._config.prefill_rows)
@@ -97,7 +98,7 @@ class StepPlanner:
                 left -= chunk
         return StepPlan(tuple(planned))
 
-    def _trees(self, decoding: SequenceOf[Candidate]) -> list[PlannedSequence]:
+    def _trees(self, decoding: SequenceOf[Candidate], max_rows: int) -> list[PlannedSequence]:
         nodes: list[tuple[float, int, int, int]] = []  # (-f, depth, candidate, node)
         for index, candidate in enumerate(decoding):
             if candidate.tree is not None:
@@ -105,6 +106,7 @@ class StepPlanner:
         nodes.sort()
         chosen: list[set[int]] = [set() for _ in decoding]
         expected = [0.0] * len(decoding)
+        nodes = nodes[: max(0, max_rows - len(decoding))]
         for negative_f, _, index, node in nodes[: self._paying(len(decoding), [-n[0] for n in nodes])]:
             chosen[index].add(node)
             expected[index] -= negative_f
@@ -133,7 +135,7 @@ class StepPlanner:
     def _paying(self, roots: int, f: SequenceOf[float]) -> int:
         """How many of the nodes, best first, maximise emitted tokens per unit time."""
         best, best_rate, emitted = 0, 0.0, float(roots)
-        for n in range(min(len(f), self._config.step_rows - roots) + 1):
+        for n in range(len(f) + 1):
             if n > 0:
                 emitted += f[n - 1]
             rate = emitted / self._cost.step_ms(roots + n)

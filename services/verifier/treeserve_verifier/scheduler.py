@@ -163,8 +163,12 @@ class Scheduler:
 
     def settle_failed(self, planned: PlannedSequence, error: Exception) -> None:
         """End a planned sequence whose step raised."""
-        self._in_step -= {planned.sequence}
-        self._end(planned.sequence, Emission(planned.sequence.output_len, (), error=error))
+        sequence = planned.sequence
+        self._in_step -= {sequence}
+        if sequence.cancelled:
+            self._remove(sequence)
+        else:
+            self._end(sequence, Emission(sequence.output_len, (), error=error))
 
     def _calibrate(self, sequence: Sequence, expected: float, accepted: int) -> None:
         """Learn how far the drafters' probabilities hold. `expected` counts with the present calibration."""
