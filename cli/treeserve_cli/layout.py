@@ -9,6 +9,7 @@ from pathlib import Path
 
 from treeserve_cli.supervisor import ProcessSpec
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_verifier.config import default_threads
 from treeserve_wire.config import check_at_least, option
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct.gguf"
@@ -36,7 +37,9 @@ class ClusterConfig:
         default=("ngram", "suffix", "recycling"), metadata=option("draft sources, comma-separated")
     )
     drafter: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
-    threads: int = field(default=2, metadata=option("CPU threads of each verifier"))
+    threads: int = field(
+        default_factory=default_threads, metadata=option("CPU threads of each verifier; half the cores by default")
+    )
     kv_tokens: int = field(default=16384, metadata=option("KV cache of each verifier, in tokens"))
     grpc_port: int = field(default=50051, metadata=option("gRPC port on loopback; 0 picks one"))
     http_port: int = field(default=8000, metadata=option("HTTP port on loopback; 0 picks one"))

@@ -160,6 +160,17 @@ async def test_min_tokens_hold_under_speculation(running: RunningVerifier) -> No
     assert not set(stops) & set(on.token_ids[:6])
 
 
+async def test_prefill_is_counted_whatever_its_chunks(tiny_model: Path, tmp_path: Path) -> None:
+    async with (
+        running_verifier(tiny_model, tmp_path, step_rows=40, prefill_rows=20) as small,
+        RouterPeer(small.address) as router,
+    ):
+        for handle, prompt_len in enumerate((1, 40, 41, 100)):
+            before = small.metric("treeserve_verifier_prefill_tokens_total")
+            await router.generate(handle, [7] * prompt_len, max_tokens=1)
+            assert small.metric("treeserve_verifier_prefill_tokens_total") - before == prompt_len - 1
+
+
 async def test_replay_from_any_point_gives_the_same_tokens(running: RunningVerifier) -> None:
     sampling = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.3}
     async with RouterPeer(running.address) as router:

@@ -31,7 +31,9 @@ class VerifierConfig:
     verifier_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs, leases and hellos"))
     dtype: str = field(default="float32", metadata=option("weights and KV: float32 or bfloat16"))
     device: str = field(default="cpu", metadata=option("torch device"))
-    threads: int = field(default=2, metadata=option("CPU threads of the forward pass"))
+    threads: int = field(
+        default_factory=default_threads, metadata=option("CPU threads of the forward pass; half the cores by default")
+    )
     kv_tokens: int = field(default=16384, metadata=option("KV cache capacity in tokens"))
     block_size: int = field(default=16, metadata=option("tokens in a KV block"))
     max_sequences: int = field(default=32, metadata=option("sequences that run at once"))

@@ -180,7 +180,7 @@ class VerifyLoop:
     def _count_step(self, plan: StepPlan, forward_ms: float) -> None:
         self._metrics.step_duration.observe(forward_ms / 1e3)
         self._metrics.step_rows.observe(plan.rows)
-        self._metrics.prefill_tokens.inc(sum(p.chunk - 1 for p in plan.sequences))
+        self._metrics.prefill_tokens.inc(sum(p.chunk - (p.tree is not None) for p in plan.sequences))
 
     def _count_outcome(self, result: StepResult) -> None:
         outcome, tree = result.outcome, result.planned.tree
