@@ -30,6 +30,8 @@ _FIRST_RESUME_DELAY_S = 0.1
 _MAX_RESUME_DELAY_S = 2.0
 # A router has this long to come back, or another to take its address.
 _RESUME_WINDOW_S = 30.0
+# Thirty years: a deadline beyond what gRPC's clock can express, such as infinity, would count as passed.
+_LONGEST_S = 1e9
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -93,7 +95,7 @@ class Generation:
         """Seconds until the deadline, never negative; None without one."""
         if self._options.deadline_s is None:
             return None
-        return max(0.0, self._began + self._options.deadline_s - self._clock())
+        return min(max(0.0, self._began + self._options.deadline_s - self._clock()), _LONGEST_S)
 
     def receive(self, event: inference_pb2.GenerateResponse) -> Chunk | None:
         """Take one event; returns the chunk it brings, if it brings tokens or text.

@@ -391,6 +391,13 @@ async def test_cancelling_the_reading_task_cancels_on_the_server(router: FakeRou
         assert await asyncio.to_thread(router.cancelled.wait, 5)
 
 
+@pytest.mark.parametrize("deadline_s", [1e12, float("inf")])
+def test_a_deadline_beyond_all_time_is_none(router: FakeRouter, run: Run, deadline_s: float) -> None:
+    router.play(chunk(0, TOKENS), finished())
+    _, stream = run(prompt="p", deadline_s=deadline_s)
+    assert stream.result.token_ids == tuple(TOKENS)
+
+
 def test_the_deadline_ends_a_hanging_stream(router: FakeRouter, run: Run) -> None:
     router.play(chunk(0, [1]), hang(router))
     with pytest.raises(sdk.DeadlineExceeded):
