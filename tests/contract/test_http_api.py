@@ -186,6 +186,8 @@ async def test_defaults_are_openais(http: httpx.AsyncClient, verifier: FakeVerif
     prompt_tokens = len(verifier.tokenizer.encode("user: one\nassistant: "))
     await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "one"}]})
     assert verifier.submits[1].stopping.max_tokens == 256 - prompt_tokens
+    nulls = chat(messages=[{"role": "user", "content": "one", "name": None}], speculation={"max_nodes": None})
+    assert (await http.post("/v1/chat/completions", json=nulls)).status_code == 200
 
 
 @pytest.mark.parametrize(

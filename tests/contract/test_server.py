@@ -85,6 +85,14 @@ async def test_reflection_can_be_switched_off() -> None:
     await server.drain(0)
 
 
+async def test_every_call_of_a_burst_is_answered(server: ServiceServer) -> None:
+    address = await server.start()
+    async with open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        calls = [stub.ListModels(inference_pb2.ListModelsRequest()) for _ in range(3000)]
+        assert {await call.code() for call in calls} == {grpc.StatusCode.UNIMPLEMENTED}
+
+
 async def test_an_oversize_message_is_refused(server: ServiceServer) -> None:
     address = await server.start()
     request = inference_pb2.GenerateRequest(prompt="x" * (MAX_MESSAGE_BYTES + 1))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import tokenizers
 from google.rpc import code_pb2
 from support.tree_shapes import SHAPES
 from support.verifier_peers import (
@@ -26,7 +28,10 @@ from support.verifier_peers import (
 
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import TokenTree
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.main import load_engine
 from treeserve_wire.channel import open_channel
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -316,6 +321,30 @@ async def test_a_bad_submission_fails_alone(running: RunningVerifier, options: d
     assert bad.end is not None and bad.end.status.code == INVALID
     assert field in bad.end.status.message
     assert len(good.token_ids) == 24
+
+
+async def test_the_context_window_ends_where_the_models_positions_do(tiny_model: Path, tmp_path: Path) -> None:
+    async with (
+        running_verifier(tiny_model, tmp_path, max_context_tokens=1024) as generous,
+        RouterPeer(generous.address) as router,
+    ):
+        assert router.welcome is not None
+        window = router.welcome.max_context_tokens
+        assert window == generous.engine.runner.model.config.max_position_embeddings == 512
+        stopping = {"ignore_eos": True}
+        full = await router.generate(1, [7] * (window - 20), max_tokens=20, stopping=stopping)
+        assert len(full.token_ids) == 20
+        refused = await router.generate(2, [7] * (window - 20), max_tokens=21, stopping=stopping)
+        assert refused.end is not None and refused.end.status.code == INVALID
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<extra{i}>" for i in range(20)])
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    with pytest.raises(InvalidArgumentError, match="the tokenizer has 320 ids, the model 306"):
+        load_engine(VerifierConfig(model_folder=tmp_path / "model", model_name="tiny"))
 
 
 async def test_a_handle_in_use_ends_the_stream(running: RunningVerifier) -> None:

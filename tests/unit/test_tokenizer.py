@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ def test_encode_then_decode_gives_the_text_back(tmp_path: Path, text: str) -> No
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special=False) == text
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = _load(tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        encoded = executor.submit(tokenizer.encode, "one two 12 " * 30_000)
+        steps = 0
+        while not encoded.done():
+            time.sleep(0.001)
+            steps += 1
+    assert steps > 5
 
 
 def test_special_tokens_are_left_out_of_the_text(tmp_path: Path) -> None:

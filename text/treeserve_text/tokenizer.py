@@ -59,8 +59,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. BOS is added only if the tokenizer's own post-processor does."""
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        return self._encode(text)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD. Unknown ids are left out."""
@@ -79,8 +78,7 @@ class Tokenizer:
         if self._chat_template is None:
             raise InvalidArgumentError("messages", "the model has no chat template")
         # The template writes BOS itself where the model wants it.
-        ids: list[int] = self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids
-        return ids
+        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text, which need not be whole characters; nothing for special and unknown ids."""
@@ -93,6 +91,12 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether the text's leading space is an artefact of the tokenizer, which decoding removes."""
         return self._token_bytes.strips_first_space
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # The library's plain encode keeps the GIL: a long text would stop every other thread for as long as it takes.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     @cached_property
     def _chat_template(self) -> ChatTemplate | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
@@ -23,6 +23,12 @@ _Tokens = Annotated[int, Field(lt=2**32)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """A null stands for an absent parameter, as clients mean it."""
+        return {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(_Strict):
@@ -67,7 +73,7 @@ class GenerationOptions(_Strict):
 
     @classmethod
     def from_json(cls, body: object) -> Self:
-        """Read a request from decoded JSON; a null stands for an absent parameter, as clients mean it.
+        """Read a request from decoded JSON.
 
         Raises:
             InvalidArgumentError: naming the first parameter that is unknown or of the wrong type.
@@ -75,7 +81,7 @@ class GenerationOptions(_Strict):
         if not isinstance(body, dict):
             raise InvalidArgumentError("body", "must be a JSON object")
         try:
-            return cls.model_validate({key: value for key, value in body.items() if value is not None})
+            return cls.model_validate(body)
         except ValidationError as error:
             raise _invalid_argument(error.errors()[0]) from None
 

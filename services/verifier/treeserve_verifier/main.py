@@ -6,13 +6,14 @@ import asyncio
 import functools
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
 from opentelemetry import trace
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.config import load_config as load_model_config
 from treeserve_engine.exactness import measure_divergence
@@ -72,6 +73,10 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     torch.set_num_threads(config.threads)
     model_config = load_model_config(config.model_folder)
     tokenizer = Tokenizer.from_folder(config.model_folder)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise InvalidArgumentError(
+            "model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {model_config.vocab_size}"
+        )
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = LlamaModel.load(config.model_folder, model_config, dtype, torch.device(config.device))
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
@@ -87,9 +92,11 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
 
 
 class Verifier:
-    """One running verifier. Built inside the event loop."""
+    """One running verifier. Built inside the event loop. Its context window is never wider than the model's."""
 
     def __init__(self, config: VerifierConfig, engine: Engine, tracer: trace.Tracer, metrics: VerifierMetrics) -> None:
+        window = engine.runner.model.config.max_position_embeddings
+        config = replace(config, max_context_tokens=min(config.max_context_tokens, window))
         self._config = config
         self.blocks = engine.runner.blocks
         self._thread = engine.thread
