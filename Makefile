@@ -22,6 +22,7 @@ help: ## List the targets
 setup: $(INSTALLED) $(MODEL) ## Create .venv from the hashed lock and fetch the default model
 
 $(INSTALLED): requirements/treeserve.lock pyproject.toml
+	@echo "setting up: a virtual environment with the locked packages (about 3 GB, a minute or two)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/treeserve.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -74,4 +75,4 @@ gpu-check: setup ## On a GPU: prove and time the kernels, write benchmarks/resul
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean: ## Remove everything that was set up here
-	rm -rf $(VENV) .tools .cache build *.egg-info
+	rm -rf $(VENV) .tools .cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis build *.egg-info

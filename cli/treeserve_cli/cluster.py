@@ -96,6 +96,11 @@ class LocalCluster:
     def _prepare_model(self) -> Path:
         from treeserve_engine.checkpoint import prepare_checkpoint  # imports torch: only where a cluster starts
 
+        if self.config.model is None and not self.config.model_source.exists():
+            raise ClusterError(
+                f"no default model at {self.config.model_source}: `make setup` fetches it into the folder that "
+                "TREESERVE_CACHE names; or name a model with --model"
+            )
         return prepare_checkpoint(self.config.model_source, self.config.cache_dir, self._report)
 
     def _wait_ready(self, children: tuple[Child, ...]) -> None:

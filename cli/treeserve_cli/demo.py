@@ -68,6 +68,7 @@ def _stream_answer(client: Client, started_at: float, console: Console) -> None:
         f"\n\nfirst token {waited_s:.1f} s after the command, {result.timing.ttft_ms:.0f} ms after the request; "
         f"{_tokens_per_s(result):.1f} tokens/s, acceptance length {result.speculation.acceptance_length:.2f}",
         highlight=False,
+        soft_wrap=True,
     )
 
 

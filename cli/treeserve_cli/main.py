@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.demo import run_demo
 from treeserve_cli.layout import ClusterConfig
-from treeserve_client import Client, Completion, GenerateParams, TreeserveClientError
+from treeserve_client import Client, Completion, GenerateParams, Stream, TreeserveClientError, Unavailable
 from treeserve_core.errors import TreeserveError
 from treeserve_wire.config import ConfigError, load_config
 
@@ -51,6 +51,23 @@ _CLUSTER_COMMAND: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     "add_help_option": False,
 }
+
+
+def _print_text(stream: Stream) -> None:
+    """Print the text as it comes; what follows, an error too, begins on a line of its own."""
+    printed = False
+    try:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+            printed = True
+    finally:
+        if printed:
+            print(flush=True)
+
+
+def _fail_call(error: TreeserveClientError, address: str) -> typer.Exit:
+    hint = f" (is `treeserve up` running, and is {address} its gRPC address?)" if isinstance(error, Unavailable) else ""
+    return _fail(f"{error}{hint}")
 
 
 @app.command(**_CLUSTER_COMMAND)
@@ -107,7 +124,9 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="At most this many tokens; by default what the context window leaves.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of tokens with this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many most probable tokens.")] = None,
@@ -134,12 +153,14 @@ def generate(
         params["prompt"] = prompt
     try:
         with Client(address) as client, client.generate(**params) as stream:
-            for chunk in stream:
-                if not as_json:
-                    print(chunk.text, end="", flush=True)
-            print(json.dumps(_summary(stream.result)) if as_json else "")
+            if as_json:
+                for _ in stream:
+                    pass
+                print(json.dumps(_summary(stream.result)))
+            else:
+                _print_text(stream)
     except TreeserveClientError as error:
-        raise _fail(error) from None
+        raise _fail_call(error, address) from None
 
 
 def _summary(completion: Completion) -> dict[str, Any]:
@@ -166,8 +187,8 @@ def models(address: Address = DEFAULT_ADDRESS) -> None:
         with Client(address) as client:
             served = client.list_models()
     except TreeserveClientError as error:
-        raise _fail(error) from None
-    table = Table("model", "context", "dtype", "verifiers", "speculators", "vocabulary")
+        raise _fail_call(error, address) from None
+    table = Table(Column("model", no_wrap=True), "context", "dtype", "verifiers", "speculators", "vocabulary")
     for model in served:
         counts = (model.max_context_tokens, model.dtype, model.verifiers, model.speculators, model.vocab_size)
         table.add_row(model.name, *map(str, counts))

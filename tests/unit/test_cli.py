@@ -137,14 +137,22 @@ def test_json_prints_one_object_and_no_stream(client: type[FakeClient]) -> None:
 def test_an_error_ends_with_1_and_goes_to_stderr(client: type[FakeClient]) -> None:
     client.error = Unavailable("no verifier")
     result = invoke("generate", "--prompt", "hi")
-    assert (result.exit_code, result.stdout) == (1, "hé")
-    assert result.stderr == "treeserve: no verifier\n"
+    assert (result.exit_code, result.stdout) == (1, "hé\n")
+    assert result.stderr.startswith("treeserve: no verifier (is `treeserve up` running")
     assert invoke("generate", "--prompt", "hi", "--json").stdout == ""
     client.error = NotFound("gone")
     assert invoke("models").exit_code == 1
 
 
-@pytest.mark.parametrize("args", [["generate"], ["generate", "--prompt", "a", "--top-k", "x"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate"],
+        ["generate", "--prompt", "a", "--top-k", "x"],
+        ["generate", "--prompt", "a", "--max-tokens", "0"],
+        ["nonsense"],
+    ],
+)
 def test_wrong_usage_ends_with_2(args: list[str]) -> None:
     assert invoke(*args).exit_code == 2
 

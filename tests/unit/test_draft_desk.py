@@ -191,6 +191,40 @@ def test_a_silent_speculator_is_given_up_on_however_fast_the_steps_are() -> None
     assert bench.desk.wait_until(sequence) <= bench.now
 
 
+def test_a_pause_counts_once_however_many_sequences_it_hits() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequences = [make_sequence() for _ in range(5)]
+    for sequence in sequences:
+        bench.desk.open(sequence)
+    for _ in range(2):
+        bench.now += 0.05
+        for sequence in sequences:
+            bench.advance(sequence, 7)
+    assert speculator.responsive and speculator.misses == 2
+
+
+def test_the_wait_grows_with_answers_that_come_late() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = make_sequence()
+    bench.desk.open(sequence)
+    bench.now += 0.0001
+    bench.desk.propose(speculator, 1, _chain(sequence, 7))
+    for _ in range(6):  # from now on a tree takes 4 ms, and a step that waits no longer half a millisecond
+        bench.advance(sequence, 7)
+        arrives, tree = bench.now + 0.004, _chain(sequence, 7)
+        bench.now = bench.desk.wait_until(sequence) + 0.0005
+        if bench.now < arrives:
+            bench.advance(sequence, 8)
+            bench.now = arrives
+            with pytest.raises(StaleBaseError):
+                bench.desk.propose(speculator, 1, tree)
+    bench.advance(sequence, 7)
+    assert speculator.responsive
+    assert bench.desk.wait_until(sequence) > bench.now + 0.004
+
+
 def test_nobody_waits_for_a_tree_that_was_not_asked_for() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")

@@ -26,8 +26,8 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.bdp_probe", 0),
-    # In a burst gRPC itself would cancel calls that this process has not looked at yet, from the thousandth on; they are
-    # to hear a reason and when to try again.
+    # In a burst gRPC itself would cancel calls that this process has not looked at yet, from the thousandth on; they
+    # are to hear a reason and when to try again.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
     # Without this a second process could bind the same port and take every other connection.

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Mapping
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
-_SMOOTHING = 0.05
+_SMOOTHING = 0.1
 
 
 class CostModel:
@@ -50,7 +50,7 @@ class CostModel:
         stair = bisect.bisect_left(self._rows, rows)
         if stair == len(self._rows) or ms <= 0:
             return
-        change = _SMOOTHING * (min(ms / self._ms[stair], 4.0) - 1.0)  # one outlier must not distort the table
+        change = _SMOOTHING * (min(ms / self._ms[stair], 2.5) - 1.0)  # one outlier must not distort the table
         self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
         self._make_monotone()
 

@@ -13,6 +13,7 @@ from treeserve_verifier.sequence import Sequence
 
 _LATENCY_SMOOTHING = 0.2
 _MISSES_BEFORE_IGNORED = 3
+_ASKS_REMEMBERED = 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class Speculator:
     Attributes:
         sources: names of its draft sources, in the order of its source mask bits.
         source_bits: for each of them its bit among all sources this verifier has met.
-        latency_s: smoothed time from a commit to its tree.
-        misses: steps in a row that ran without the tree they waited for.
+        latency_s: smoothed time from a commit to its tree, however late; 0 before the first.
+        heard_at: clock time of its last tree.
+        misses: steps in a row it let wait in vain.
+        missed_at: clock time of the last of them.
     """
 
     name: str
@@ -64,7 +67,9 @@ class Speculator:
     next_handle: int = 1
     sequences: dict[int, Sequence] = field(default_factory=dict)
     latency_s: float = 0.0
+    heard_at: float = 0.0
     misses: int = 0
+    missed_at: float = 0.0
 
     @property
     def responsive(self) -> bool:
@@ -74,14 +79,30 @@ class Speculator:
 
 @dataclass(eq=False)
 class _Seat:
-    """A sequence at one speculator. `proposal` is the newest tree it sent that is not used yet."""
+    """A sequence at one speculator.
+
+    Attributes:
+        asked: whether a tree was asked for at `asked_at`: a budget of 0 asks for none.
+        asked_for: committed lengths for which trees were asked and did not come, and when; the last few.
+        proposal: the newest tree that came and is not used yet.
+        answered_len: base of the newest tree taken.
+    """
 
     speculator: Speculator
     handle: int
-    asked_at: float
-    asked: bool  # whether a tree was asked for: a budget of 0 asks for none
+    asked_at: float = 0.0
+    asked: bool = False
+    asked_for: dict[int, float] = field(default_factory=dict)
     proposal: DraftProposal | None = None
-    answered_len: int = 0  # base of the newest proposal taken
+    answered_len: int = 0
+
+    def ask(self, committed_len: int, now: float, budget: int) -> None:
+        """The speculator is told how far the sequence is and how many nodes may follow."""
+        self.asked_at, self.asked = now, budget > 0
+        if self.asked:
+            self.asked_for[committed_len] = now
+            if len(self.asked_for) > _ASKS_REMEMBERED:
+                del self.asked_for[next(iter(self.asked_for))]
 
 
 class DraftDesk:
@@ -156,9 +177,9 @@ class DraftDesk:
         """Tell the sequence's speculators what was committed after `base_len`, and start waiting for their trees."""
         now, budget = self._clock(), self._budget_of(sequence)
         for seat in self._seats.get(sequence, ()):
-            if seat.asked and seat.answered_len < base_len and now > self._wait_until(seat):
-                seat.speculator.misses += 1
-            seat.asked_at, seat.asked = now, budget > 0
+            if seat.asked and seat.answered_len < base_len:
+                self._count_miss(seat, now)
+            seat.ask(len(sequence.tokens), now, budget)
             notice = CommitNotice(
                 seat.handle,
                 base_len,
@@ -181,6 +202,7 @@ class DraftDesk:
                 raise NotFoundError(f"handle {handle} was never assigned on this stream")
             return None
         seat = next(s for s in self._seats[sequence] if s.speculator is speculator)
+        self._learn_latency(seat, proposal.base_committed_len)
         try:
             proposal.rebased(sequence.tokens)
         except StaleBaseError:
@@ -188,11 +210,6 @@ class DraftDesk:
             raise
         if proposal.base_committed_len < seat.answered_len:
             return sequence  # reordered: a newer tree is here already
-        if proposal.base_committed_len == len(sequence.tokens):
-            latency = self._clock() - seat.asked_at
-            speculator.latency_s += _LATENCY_SMOOTHING * (latency - speculator.latency_s)
-            if latency <= self._max_wait_s:
-                speculator.misses = 0
         seat.proposal = proposal
         seat.answered_len = proposal.base_committed_len
         return sequence
@@ -224,6 +241,27 @@ class DraftDesk:
         latency_s = seat.speculator.latency_s
         return seat.asked_at + (min(self._max_wait_s, 2.0 * latency_s + 0.002) if latency_s else self._max_wait_s)
 
+    def _learn_latency(self, seat: _Seat, answered_len: int) -> None:
+        """A tree arrived. A late one counts too: else only those within the present wait would ever be seen."""
+        now, speculator = self._clock(), seat.speculator
+        speculator.heard_at = now
+        asked_at = seat.asked_for.pop(answered_len, None)
+        if asked_at is None:
+            return
+        latency_s = now - asked_at
+        weight = _LATENCY_SMOOTHING if speculator.latency_s else 1.0
+        speculator.latency_s += weight * (latency_s - speculator.latency_s)
+        if latency_s <= self._max_wait_s:
+            speculator.misses = 0
+
+    def _count_miss(self, seat: _Seat, now: float) -> None:
+        """A step ran without the seat's tree: a miss if waiting longer is no use, but one for all seats of the step."""
+        speculator = seat.speculator
+        silent = speculator.heard_at <= seat.asked_at and now > self._wait_until(seat)
+        if (silent or now - seat.asked_at > self._max_wait_s) and seat.asked_at >= speculator.missed_at:
+            speculator.misses += 1
+            speculator.missed_at = now
+
     def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
         same = [speculator for speculator in self._speculators if speculator.sources == sources]
         return min(same, key=lambda s: (not s.responsive, len(s.sequences)), default=None)
@@ -233,7 +271,9 @@ class DraftDesk:
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
         budget = self._budget_of(sequence)
-        self._seats[sequence].append(_Seat(speculator, handle, self._clock(), asked=budget > 0))
+        seat = _Seat(speculator, handle)
+        seat.ask(len(sequence.tokens), self._clock(), budget)
+        self._seats[sequence].append(seat)
         speculator.outbox.assign(handle, sequence, budget)
 
     @staticmethod
