@@ -76,6 +76,12 @@ async def test_reflection_lists_the_service(server: ServiceServer) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= await list_services(await server.start())
 
 
+async def test_a_server_of_health_alone_is_reflected_too() -> None:
+    server = ServiceServer("127.0.0.1:0", "grpc.health.v1.Health")
+    assert "grpc.health.v1.Health" in await list_services(await server.start())
+    await server.drain(0)
+
+
 async def test_reflection_can_be_switched_off() -> None:
     server = ServiceServer("127.0.0.1:0", SERVICE, reflection=False)
     address = await server.start()

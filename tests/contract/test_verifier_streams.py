@@ -463,3 +463,18 @@ async def test_what_does_not_finish_in_time_is_handed_back(tiny_model: Path, tmp
             await asyncio.wait_for(asyncio.gather(*(output.finished.wait() for output in outputs)), 5)
         draining.check_all_blocks_free()
     assert {o.end.status.code for o in outputs if o.end is not None} == {code_pb2.UNAVAILABLE}
+
+
+async def test_a_failed_forward_pass_hands_its_sequences_back_and_leaves_nothing(
+    running: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async with RouterPeer(running.address) as router:
+        with monkeypatch.context() as broken:
+            broken.setattr(running.engine.runner, "forward", fail)
+            outputs = await asyncio.gather(*(router.generate(h, PROMPT) for h in range(3)))
+        assert {o.end.status.code for o in outputs if o.end is not None} == {code_pb2.UNAVAILABLE}
+        assert "memory" not in str(outputs[0].end), "the peer is not told our internals"
+        assert len((await router.generate(9, PROMPT)).token_ids) == 24

@@ -78,7 +78,7 @@ class ServiceServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if reflection:
-            _add_reflection(self.grpc, (service_name, health.SERVICE_NAME))
+            _add_reflection(self.grpc, {service_name, health.SERVICE_NAME})
 
     async def start(self, *, serving: bool = True) -> str:
         """Bind and serve; returns the bound address. Health is SERVING unless `serving` is false.
@@ -109,5 +109,5 @@ class ServiceServer:
         await self.grpc.stop(grace_s)
 
 
-def _add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
-    reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), server)
+def _add_reflection(server: grpc.aio.Server, service_names: set[str]) -> None:
+    reflection.enable_server_reflection(sorted({*service_names, reflection.SERVICE_NAME}), server)

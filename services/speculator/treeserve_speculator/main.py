@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
+from grpc_health.v1 import health
 
 from treeserve_core.identity import ModelIdentity
 from treeserve_speculator.config import SpeculatorConfig
@@ -28,7 +29,6 @@ from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
 
 # A speculator serves nothing but health, under this name.
-SERVICE_NAME = "treeserve.speculator"
 _STOP_GRACE_S = 1.0
 
 _log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ async def run(config: SpeculatorConfig, stop: asyncio.Event) -> None:
     drafter = await asyncio.to_thread(build_drafter, config, identity, metrics)
     start_metrics(config.metrics_listen)
     watch = PeerWatch(config.verifiers)
-    server = ServiceServer(config.listen, SERVICE_NAME, reflection=False)
+    server = ServiceServer(config.listen, health.SERVICE_NAME)  # it serves nothing else: its work is a client's
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as executor:
         peer = DraftPeer(
             executor=executor,

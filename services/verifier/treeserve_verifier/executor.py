@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from treeserve_core.errors import UnavailableError
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
@@ -71,7 +72,9 @@ class StepExecutor:
         except Exception as error:
             for planned in plan.sequences:
                 self._runner.rollback(planned.sequence.seq_id)
-            return ExecutedStep(tuple(StepResult(p, error=error) for p in plan.sequences), 0.0)
+            failed = UnavailableError("the forward pass failed")  # none of the sequences' fault: replay them elsewhere
+            failed.__cause__ = error
+            return ExecutedStep(tuple(StepResult(p, error=failed) for p in plan.sequences), 0.0)
         forward_ms = (time.perf_counter() - start) * 1e3
         results = [
             self._accept(planned, rows, planned.sequence.seq_id in top_tokens_for)
