@@ -29,7 +29,6 @@ class SequenceSampler:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         generated_token_ids: Sequence[int] = (),
-        max_output_tokens: int | None = None,
     ) -> None:
         """Take over a sequence at its beginning, or after the tokens it generated elsewhere.
 
@@ -37,22 +36,19 @@ class SequenceSampler:
             prompt_token_ids: at least one.
             vocab_size: ids the tokenizer knows; logits beyond are padding.
             generated_token_ids: output so far, for replay; counted like freshly generated tokens.
-            max_output_tokens: what the context window leaves for output; None for no bound but the request's.
 
         Raises:
-            InvalidArgumentError: if an id does not fit the vocabulary, the prompt is empty, there is no room for
-                output, or nothing may be generated before `min_tokens`.
+            InvalidArgumentError: if an id does not fit the vocabulary, the prompt is empty, or nothing may be
+                generated before `min_tokens`.
         """
         params.check_vocab(vocab_size)
         stopping.check_vocab(vocab_size)
         if not prompt_token_ids:
             raise InvalidArgumentError("prompt", "is empty")
-        if max_output_tokens is not None and max_output_tokens < 1:
-            raise InvalidArgumentError("prompt", "leaves no room for output in the context window")
         self._params = params
         self._vocab_size = vocab_size
         self._prompt_len = len(prompt_token_ids)
-        self._max_tokens = min(stopping.max_tokens, max_output_tokens or stopping.max_tokens)
+        self._max_tokens = stopping.max_tokens
         self._min_tokens = stopping.min_tokens
         self._end_ids = tuple(sorted({*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_token_ids)}))
         if self._min_tokens > 0 and len(self._end_ids) >= vocab_size:
@@ -63,11 +59,6 @@ class SequenceSampler:
         self.finish_reason: FinishReason | None = None
         for token_id in generated_token_ids:
             self.append(token_id)
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Tokens that may still be generated. A tree deeper than this less one is wasted."""
-        return self._max_tokens - self.output_len
 
     @property
     def last_token_id(self) -> int:

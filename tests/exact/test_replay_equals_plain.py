@@ -58,7 +58,6 @@ class Request:
             eos_token_ids=EOS,
             vocab_size=VOCAB,
             generated_token_ids=generated,
-            max_output_tokens=12,
         )
 
 
@@ -123,7 +122,7 @@ def plain_decoding(request: Request) -> tuple[list[int], FinishReason]:
         output.append(reference_token(request, output))
         if output[-1] in end_ids(request) or tuple(output[-2:]) == request.stop_pair:
             return output, FinishReason.STOP
-        if len(output) == min(request.stopping.max_tokens, 12):
+        if len(output) == request.stopping.max_tokens:
             return output, FinishReason.LENGTH
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
@@ -104,29 +105,14 @@ class Output:
             self.finished.set()
 
 
-class RouterPeer:
-    """Speaks Decode as a router does."""
+class _Peer:
+    """One stream to a verifier. Frames are written one after the other, from whatever task."""
 
-    def __init__(self, address: str, credit: int = 1000) -> None:
+    def __init__(self, address: str, frame: type[Message]) -> None:
         self._channel = open_channel(address)
-        self._credit = credit
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        self._frame = frame
         self._writing = asyncio.Lock()
-        self.outputs: dict[int, Output] = {}
-        self.welcome: verifier_pb2.DecodeWelcome | None = None
-        self.loads: list[verifier_pb2.LoadReport] = []
-        self.token_frames = 0
-
-    async def __aenter__(self) -> RouterPeer:
-        stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
-        self.call = stub.Decode()
-        hello = verifier_pb2.DecodeHello(
-            protocol_version=PROTOCOL_VERSION, router_id="test", initial_credit=self._credit
-        )
-        await self.send(hello=hello)
-        first = await self.call.read()
-        self.welcome = first.welcome
-        self._reader = asyncio.create_task(self._read())
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._reader.cancel()
@@ -136,7 +122,30 @@ class RouterPeer:
     async def send(self, **frame: Any) -> None:
         """Write one frame."""
         async with self._writing:
-            await self.call.write(verifier_pb2.DecodeRequest(**frame))
+            await self.call.write(self._frame(**frame))
+
+
+class RouterPeer(_Peer):
+    """Speaks Decode as a router does."""
+
+    def __init__(self, address: str, credit: int = 1000) -> None:
+        super().__init__(address, verifier_pb2.DecodeRequest)
+        self._credit = credit
+        self.outputs: dict[int, Output] = {}
+        self.welcome: verifier_pb2.DecodeWelcome | None = None
+        self.loads: list[verifier_pb2.LoadReport] = []
+        self.token_frames = 0
+
+    async def __aenter__(self) -> RouterPeer:
+        self.call = self._stub.Decode()
+        hello = verifier_pb2.DecodeHello(
+            protocol_version=PROTOCOL_VERSION, router_id="test", initial_credit=self._credit
+        )
+        await self.send(hello=hello)
+        first = await self.call.read()
+        self.welcome = first.welcome
+        self._reader = asyncio.create_task(self._read())
+        return self
 
     async def submit(self, handle: int, prompt: Sequence[int], **options: Any) -> Output:
         """Submit a sequence; see `submission` for the options."""
@@ -182,13 +191,12 @@ def submission(
     )
 
 
-class SpeculatorPeer:
+class SpeculatorPeer(_Peer):
     """Speaks Draft as a speculator does, with a function (tokens, budget, seed) -> tree in place of draft sources."""
 
     def __init__(self, running: RunningVerifier, draft: DraftFunction, **hello: Any) -> None:
-        self._channel = open_channel(running.address)
+        super().__init__(running.address, verifier_pb2.DraftRequest)
         self._draft = draft
-        self._writing = asyncio.Lock()
         self._hello = {
             "protocol_version": PROTOCOL_VERSION,
             "speculator_id": "test",
@@ -205,21 +213,11 @@ class SpeculatorPeer:
         self.commits: list[verifier_pb2.Commit] = []
 
     async def __aenter__(self) -> SpeculatorPeer:
-        self.call = verifier_pb2_grpc.VerifierServiceStub(self._channel).Draft()
+        self.call = self._stub.Draft()
         await self.send(hello=verifier_pb2.DraftHello(**self._hello))
         self.welcome = (await self.call.read()).welcome
         self._reader = asyncio.create_task(self._read())
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._reader.cancel()
-        self.call.cancel()
-        await self._channel.close()
-
-    async def send(self, **frame: Any) -> None:
-        """Write one frame."""
-        async with self._writing:
-            await self.call.write(verifier_pb2.DraftRequest(**frame))
 
     async def propose(self, *proposals: verifier_pb2.TreeProposal) -> None:
         """Send trees as they are, malformed ones too."""

@@ -33,7 +33,6 @@ def sampler(
     *,
     prompt: tuple[int, ...] = (1, 2),
     generated: tuple[int, ...] = (),
-    max_output_tokens: int | None = None,
     **stopping: Any,
 ) -> SequenceSampler:
     return SequenceSampler(
@@ -43,7 +42,6 @@ def sampler(
         eos_token_ids=(EOS,),
         vocab_size=VOCAB,
         generated_token_ids=generated,
-        max_output_tokens=max_output_tokens,
     )
 
 
@@ -174,12 +172,6 @@ class TestEnds:
         assert out.accepted_nodes == (1, 2, 3)[:max_tokens]
         assert out.finish_reason == FinishReason.LENGTH
 
-    def test_the_context_window_caps_like_max_tokens(self) -> None:
-        s = sampler(max_output_tokens=2)
-        assert s.remaining_tokens == 2
-        out = accept(TokenTree.chain([2, 3, 4]), Rows(favour(3), favour(4), favour(5)), s)
-        assert (out.token_ids, out.finish_reason, s.remaining_tokens) == ((3, 4), FinishReason.LENGTH, 0)
-
     @pytest.mark.parametrize("stop_at", range(5))
     @pytest.mark.parametrize("cap_at", range(5))
     @pytest.mark.parametrize("drafted", range(5))
@@ -261,7 +253,7 @@ class TestProcessorsPerPath:
 class TestTakeover:
     def test_generated_tokens_count_as_output(self) -> None:
         s = sampler(generated=(3, 4), max_tokens=3)
-        assert (s.output_len, s.last_token_id, s.remaining_tokens) == (2, 4, 1)
+        assert (s.output_len, s.last_token_id) == (2, 4)
         assert accept(TokenTree.root_only(4), Rows(favour(5)), s).finish_reason == FinishReason.LENGTH
 
     def test_a_finished_generation_says_so(self) -> None:
@@ -274,7 +266,6 @@ class TestTakeover:
         ("field", "arguments"),
         [
             ("prompt", {"prompt": ()}),
-            ("prompt", {"max_output_tokens": 0}),
             ("stopping.stop_token_ids", {"stop_token_ids": (VOCAB,)}),
             ("stopping.min_tokens", {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))}),
             ("sampling.top_k", {"params": SamplingParams(top_k=VOCAB + 1)}),

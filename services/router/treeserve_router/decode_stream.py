@@ -18,6 +18,7 @@ from treeserve_wire import codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import CreditWindow
 from treeserve_wire.status import from_status
+from treeserve_wire.tasks import until_first_ends
 
 # How long a verifier that refused or handed back a sequence is left alone: its next load report may tell more, and
 # tries in quick succession would only use up the request's replays.
@@ -136,15 +137,7 @@ class DecodeStream:
             grpc.RpcError: when the call fails.
             UnavailableError: when the verifier closes the stream.
         """
-        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            task.result()
+        await until_first_ends(self._read(), self._write())
 
     async def _read(self) -> None:
         while True:

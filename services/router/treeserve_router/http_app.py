@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
@@ -36,6 +35,7 @@ from treeserve_router.pool import ServedModel
 from treeserve_router.router import Router
 from treeserve_router.visible_output import TokenChunk
 from treeserve_text.tokenizer import Tokenizer
+from treeserve_wire.tasks import until_first_ends
 
 # A prompt of 1 MiB may be several times that as JSON.
 _MAX_BODY_BYTES = 8 << 20
@@ -231,15 +231,7 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(work), asyncio.create_task(disconnected())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+    await until_first_ends(work, disconnected())
 
 
 async def _read_json(request: Request) -> object:
