@@ -17,8 +17,10 @@ from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client, Completion, Model
 
 PROMPT = "Repeat after me: one potato, two potato, three potato, four. One potato, two potato,"
-REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
+REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
 TOKENS_BEFORE_DEATH = 8
+# Each death has seeds of its own: a request that was drafted before is remembered, and over before anything dies.
+SPECULATOR, VERIFIER, REDIS, ROUTER = (range(first, first + 4) for first in (0, 4, 8, 12))
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -42,9 +44,13 @@ def cluster(cache_dir: Path, model_folder: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: LocalCluster) -> dict[int, Completion]:
-    """What each seed gives when nothing dies."""
+    """What each seed gives when nothing dies and nothing is drafted."""
     with Client(cluster.grpc_address) as client, ThreadPoolExecutor(4) as pool:
-        return dict(enumerate(pool.map(lambda seed: client.complete(seed=seed, **REQUEST), range(4))))
+
+        def plain(seed: int) -> Completion:
+            return client.complete(seed=seed, speculation=False, **REQUEST)
+
+        return dict(enumerate(pool.map(plain, range(ROUTER.stop))))
 
 
 def _generate(client: Client, seed: int, progress: threading.Semaphore) -> Completion:
@@ -59,20 +65,20 @@ def _generate(client: Client, seed: int, progress: threading.Semaphore) -> Compl
         return stream.result
 
 
-def _run_and_kill(cluster: LocalCluster, kill: Callable[[], None]) -> list[Completion]:
+def _run_and_kill(cluster: LocalCluster, seeds: range, kill: Callable[[], None]) -> dict[int, Completion]:
     """Four requests at once; `kill` comes when each is under way."""
     progress = threading.Semaphore(0)
     with Client(cluster.grpc_address) as client, ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(_generate, client, seed, progress) for seed in range(4)]
+        runs = {seed: pool.submit(_generate, client, seed, progress) for seed in seeds}
         for _ in runs:
             assert progress.acquire(timeout=60)
-        assert not any(run.done() for run in runs), "the death must come in the middle"
+        assert not any(run.done() for run in runs.values()), "the death must come in the middle"
         kill()
-        return [run.result(timeout=200) for run in runs]
+        return {seed: run.result(timeout=200) for seed, run in runs.items()}
 
 
-def _check(done: list[Completion], undisturbed: dict[int, Completion]) -> None:
-    for seed, completion in enumerate(done):
+def _check(done: dict[int, Completion], undisturbed: dict[int, Completion]) -> None:
+    for seed, completion in done.items():
         expected = undisturbed[seed]
         assert list(completion.token_ids) == list(expected.token_ids)
         assert completion.text == expected.text
@@ -111,19 +117,19 @@ def _whole_before_and_after(cluster: LocalCluster) -> Iterator[None]:
 
 
 def test_the_only_speculator_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:
-    done = _run_and_kill(cluster, lambda: cluster.kill("speculator"))
+    done = _run_and_kill(cluster, SPECULATOR, lambda: cluster.kill("speculator"))
     _check(done, undisturbed)
 
 
 def test_one_of_two_verifiers_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:
     before = _replays(cluster)
-    done = _run_and_kill(cluster, lambda: cluster.kill("verifier", 0))
+    done = _run_and_kill(cluster, VERIFIER, lambda: cluster.kill("verifier", 0))
     _check(done, undisturbed)
     assert _replays(cluster) > before, "it must have held some of the requests"
 
 
 def test_redis_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:
-    done = _run_and_kill(cluster, lambda: cluster.kill("valkey"))
+    done = _run_and_kill(cluster, REDIS, lambda: cluster.kill("valkey"))
     _check(done, undisturbed)
     with Client(cluster.grpc_address) as client:
         again = client.complete(seed=0, session_id="s", **REQUEST)
@@ -131,5 +137,5 @@ def test_redis_dies(cluster: LocalCluster, undisturbed: dict[int, Completion]) -
 
 
 def test_the_router_dies_and_the_client_resumes(cluster: LocalCluster, undisturbed: dict[int, Completion]) -> None:
-    done = _run_and_kill(cluster, lambda: cluster.kill("router"))
+    done = _run_and_kill(cluster, ROUTER, lambda: cluster.kill("router"))
     _check(done, undisturbed)
