@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from treeserve_core.tree import BITS_PER_WORD, TokenTree
 from treeserve_engine.block_manager import BlockManager
-from treeserve_kernels.tree_attention import TreeAttentionMeta
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -47,26 +49,39 @@ class SequenceRows:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """What a forward pass reads. T rows, K of them with logits.
+    """What a forward pass reads. S sequences, T rows, K of them with logits, B blocks of the longest table, W words.
+
+    KV position p of sequence s is slot block_tables[s, p // block_size] * block_size + p % block_size, and tree node
+    j lives at KV position context_lens[s] + j. A row sees KV positions [0, context_lens[s]) and every node whose bit
+    is set. A prefill chunk is a chain.
 
     Attributes:
         input_ids: int64[T].
         positions: int64[T], rotary positions.
         slot_mapping: int64[T], where each row's K and V go.
-        attention: which KV each row sees.
+        block_tables: int32[S, B], padded with -1.
+        context_lens: int32[S], committed KV positions.
+        query_offsets: int32[S + 1]; the rows of sequence s are query_offsets[s]:query_offsets[s + 1].
+        node_offsets: int32[S], tree node of the sequence's first row: 0 except when drafting level by level.
+        ancestor_words: uint64[T, W]; bit j of word w is node 64 w + j, the row's own included.
         logits_indices: int64[K], rows whose logits are wanted.
         logits_offsets: the logits of sequence i are logits[logits_offsets[i]:logits_offsets[i + 1]].
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    attention: TreeAttentionMeta
-    logits_indices: torch.Tensor
+    input_ids: Int64Array
+    positions: Int64Array
+    slot_mapping: Int64Array
+    block_tables: Int32Array
+    context_lens: Int32Array
+    query_offsets: Int32Array
+    node_offsets: Int32Array
+    ancestor_words: npt.NDArray[np.uint64]
+    block_size: int
+    logits_indices: Int64Array
     logits_offsets: tuple[int, ...]
 
 
-def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager, device: torch.device) -> ForwardBatch:
+def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager) -> ForwardBatch:
     """Lay sequences' rows side by side. Their KV positions must be reserved.
 
     Raises:
@@ -79,34 +94,23 @@ def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager, device: torc
         _check(r)
     counts = [len(r.token_ids) for r in rows]
     contexts = [blocks.computed_len(r.seq_id) for r in rows]
-    first_nodes = [context + r.node_offset for context, r in zip(contexts, rows, strict=True)]
-    offsets = np.cumsum([0, *counts])
-    logits_offsets = np.cumsum([0, *(len(r.logits_rows) for r in rows)])
-
-    def tensor(parts: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(p, dtype=np.int64) for p in parts])).to(device)
-
-    def int32(values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
-
+    offsets = list(accumulate(counts, initial=0))
+    slots = [
+        blocks.slots(r.seq_id, context + r.node_offset, context + r.node_offset + n)
+        for r, context, n in zip(rows, contexts, counts, strict=True)
+    ]
     return ForwardBatch(
-        input_ids=tensor([r.token_ids for r in rows]),
-        positions=tensor([c + np.asarray(r.depths, dtype=np.int64) for c, r in zip(contexts, rows, strict=True)]),
-        slot_mapping=tensor(
-            [blocks.slots(r.seq_id, f, f + n) for r, f, n in zip(rows, first_nodes, counts, strict=True)]
-        ),
-        attention=TreeAttentionMeta(
-            block_tables=_block_tables([blocks.block_table(r.seq_id) for r in rows]).to(device),
-            context_lens=int32(contexts),
-            query_offsets=int32(offsets),
-            node_offsets=int32([r.node_offset for r in rows]),
-            ancestor_words=_joined_words([r.ancestor_words for r in rows]).to(device),
-            block_size=blocks.block_size,
-        ),
-        logits_indices=tensor(
-            [o + np.asarray(r.logits_rows, dtype=np.int64) for o, r in zip(offsets.tolist(), rows, strict=False)]
-        ),
-        logits_offsets=tuple(logits_offsets.tolist()),
+        input_ids=_joined([r.token_ids for r in rows]),
+        positions=_joined([r.depths for r in rows]) + np.repeat(contexts, counts),
+        slot_mapping=_joined(slots),
+        block_tables=_block_tables([blocks.block_table(r.seq_id) for r in rows]),
+        context_lens=np.array(contexts, dtype=np.int32),
+        query_offsets=np.array(offsets, dtype=np.int32),
+        node_offsets=np.array([r.node_offset for r in rows], dtype=np.int32),
+        ancestor_words=_joined_words([r.ancestor_words for r in rows]),
+        block_size=blocks.block_size,
+        logits_indices=_joined([[first + i for i in r.logits_rows] for first, r in zip(offsets, rows, strict=False)]),
+        logits_offsets=tuple(accumulate((len(r.logits_rows) for r in rows), initial=0)),
     )
 
 
@@ -128,19 +132,26 @@ def _chain_words(n: int) -> npt.NDArray[np.uint64]:
     return np.packbits(bits, axis=1, bitorder="little").view("<u8").astype(np.uint64, copy=False)
 
 
-def _joined_words(words: Sequence[npt.NDArray[np.uint64]]) -> torch.Tensor:
-    """int64[T, W], W that of the widest sequence."""
+def _joined(parts: Sequence[Sequence[int] | Int64Array]) -> Int64Array:
+    arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined_words(words: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
+    """uint64[T, W], W that of the widest sequence."""
+    if len(words) == 1:
+        return words[0]
     joined = np.zeros((sum(len(w) for w in words), max(w.shape[1] for w in words)), dtype=np.uint64)
     row = 0
     for w in words:
         joined[row : row + len(w), : w.shape[1]] = w
         row += len(w)
-    return torch.from_numpy(joined.view(np.int64))
+    return joined
 
 
-def _block_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+def _block_tables(tables: Sequence[Sequence[int]]) -> Int32Array:
     """int32[S, B], padded with -1."""
     padded = np.full((len(tables), max(len(t) for t in tables)), -1, dtype=np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
-    return torch.from_numpy(padded)
+    return padded

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.model import LlamaModel
+from treeserve_engine.interface import Model
 from treeserve_engine.runner import ModelRunner
 
 _PROMPT_LEN = 18
@@ -17,7 +17,7 @@ _DEPTHS = (0, 1, 1, 2, 2, 2, 3, 4)
 _SEQ_ID = 0
 
 
-def measure_divergence(model: LlamaModel) -> float:
+def measure_divergence(model: Model) -> float:
     """Largest difference of a logit between a token in a prefill chunk or a tree and the same token by itself.
 
     Takes about forty forward passes of few rows.
@@ -36,7 +36,7 @@ def measure_divergence(model: LlamaModel) -> float:
     return float(max(np.abs(d).max() for d in differences))
 
 
-def _runner(model: LlamaModel) -> ModelRunner:
+def _runner(model: Model) -> ModelRunner:
     runner = ModelRunner(model, num_blocks=8, block_size=4)
     runner.blocks.add(_SEQ_ID)
     return runner

@@ -1,10 +1,12 @@
-"""The paged KV cache: one tensor of keys and one of values per layer."""
+"""The paged KV cache of the torch models: one tensor of keys and one of values per layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeserve_engine.config import ModelConfig
@@ -28,10 +30,17 @@ class KvCache:
 
         return cls(tensors(), tensors())
 
-    def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy slots `src` to slots `dst` (int64) in every layer."""
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return sum(cache.nbytes for cache in (*self.keys, *self.values))
+
+    def move(self, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]) -> None:
+        """Copy slots `src` to slots `dst` in every layer."""
+        device = self.keys[0].device
+        sources, destinations = torch.from_numpy(src).to(device), torch.from_numpy(dst).to(device)
         for cache in (*self.keys, *self.values):
-            move_kv(cache, src, dst)
+            move_kv(cache, sources, destinations)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -20,6 +22,7 @@ from treeserve_engine.config import ModelConfig
 from treeserve_engine.kv_cache import KvCache
 from treeserve_engine.linear import Linear, RowTiles, find_row_tiles
 from treeserve_engine.rope import RotaryTable, rotate
+from treeserve_engine.torch_batch import TorchBatch
 from treeserve_engine.weights import load_tensors
 from treeserve_kernels.kv import write_kv
 from treeserve_kernels.tree_attention import TreeAttentionMeta, tree_attention
@@ -105,13 +108,22 @@ class LlamaModel:
         """Row counts that are computed in one piece; none where results are not exact."""
         return self._tiles.sizes
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+    def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
+        """An empty cache."""
+        return KvCache.allocate(self.config, num_blocks * block_size, self.dtype, self.device)
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> npt.NDArray[np.float32]:
         """Compute the rows of a batch, writing their K and V to their slots.
 
         Returns:
             Logits of the rows asked for, float32[K, vocab_size].
         """
+        logits: npt.NDArray[np.float32] = self.logits(TorchBatch.of(batch, self.device), kv).cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def logits(self, batch: TorchBatch, kv: KvCache) -> torch.Tensor:
+        """`forward` on the device: float32[K, vocab_size]."""
         rows = len(batch.input_ids)
         padding = self._tiles.padded(rows) - rows
         x = self._weights.embedding.index_select(0, functional.pad(batch.input_ids, (0, padding)))
@@ -127,7 +139,7 @@ class LlamaModel:
         layer: _Layer,
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
+        batch: TorchBatch,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:

@@ -7,12 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from treeserve_engine.batch import SequenceRows, build_batch
 from treeserve_engine.block_manager import BlockManager, KvMoves
-from treeserve_engine.kv_cache import KvCache
-from treeserve_engine.model import LlamaModel
+from treeserve_engine.interface import Kv, Model
 
 
 class ModelRunner:
@@ -22,10 +20,10 @@ class ModelRunner:
     `commit` or `rollback` for every sequence.
     """
 
-    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Model, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.blocks = BlockManager(num_blocks, block_size)
-        self._kv = KvCache.allocate(model.config, num_blocks * block_size, model.dtype, model.device)
+        self._kv: Kv = model.new_kv(num_blocks, block_size)
         self._pending: list[KvMoves] = []
 
     def forward(self, rows: Sequence[SequenceRows]) -> list[npt.NDArray[np.float32]]:
@@ -38,9 +36,9 @@ class ModelRunner:
             ValueError: if the rows make no batch.
             RuntimeError: if a KV position is not reserved.
         """
-        batch = build_batch(rows, self.blocks, self.model.device)
+        batch = build_batch(rows, self.blocks)
         self._apply_moves()
-        logits = self.model.forward(batch, self._kv).cpu().numpy()
+        logits = self.model.forward(batch, self._kv)
         return [logits[start:stop] for start, stop in pairwise(batch.logits_offsets)]
 
     def commit(self, seq_id: int, kept_nodes: Sequence[int]) -> None:
@@ -60,7 +58,7 @@ class ModelRunner:
     def _apply_moves(self) -> None:
         if not self._pending:
             return
-        src = torch.from_numpy(np.concatenate([moves.src for moves in self._pending]))
-        dst = torch.from_numpy(np.concatenate([moves.dst for moves in self._pending]))
+        src = np.concatenate([moves.src for moves in self._pending])
+        dst = np.concatenate([moves.dst for moves in self._pending])
         self._pending.clear()
-        self._kv.move(src.to(self.model.device), dst.to(self.model.device))
+        self._kv.move(src, dst)

@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
-import torch
 from opentelemetry import trace
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
-from treeserve_engine.config import load_config as load_model_config
 from treeserve_engine.exactness import measure_divergence
-from treeserve_engine.model import LlamaModel
+from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
@@ -70,15 +68,11 @@ def load_engine(config: VerifierConfig) -> Engine:
 
 
 def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
-    torch.set_num_threads(config.threads)
-    model_config = load_model_config(config.model_folder)
     tokenizer = Tokenizer.from_folder(config.model_folder)
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise InvalidArgumentError(
-            "model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {model_config.vocab_size}"
-        )
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    model = LlamaModel.load(config.model_folder, model_config, dtype, torch.device(config.device))
+    model = load_model(config.model_folder, dtype=config.dtype, device=config.device, threads=config.threads)
+    vocab_size = model.config.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise InvalidArgumentError("model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}")
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
     cost = CostModel.measure(functools.partial(forward_ms, runner))
     divergence = measure_divergence(model)
@@ -86,7 +80,7 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
         _log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
     _log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, divergence=divergence)
     identity = ModelIdentity(
-        config.model_name, tokenizer.hash, tokenizer.vocab_size, model_config.vocab_size, tokenizer.eos_token_ids
+        config.model_name, tokenizer.hash, tokenizer.vocab_size, vocab_size, tokenizer.eos_token_ids
     )
     return Engine(runner, tokenizer, identity, cost, divergence, thread)
 

@@ -1,0 +1,60 @@
+"""What the engine asks of a model, whoever computes it: the native decoder, torch or transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_engine.batch import ForwardBatch
+
+
+class ModelLimits(Protocol):
+    """What the services must know of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer, padding included."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the context window."""
+
+
+class Kv(Protocol):
+    """A paged KV cache, made by the model that reads it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes when full."""
+
+    def move(self, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]) -> None:
+        """Copy slot src[i] to slot dst[i] in every layer, as if in the order of i.
+
+        Sources ascend within a sequence and none lies before its destination.
+        """
+
+
+class Model(Protocol):
+    """Weights and the forward pass. Stateless between calls; the KV cache is the caller's.
+
+    Load and run a model in one thread.
+    """
+
+    @property
+    def config(self) -> ModelLimits:
+        """Its configuration."""
+
+    def new_kv(self, num_blocks: int, block_size: int) -> Any:
+        """An empty `Kv` of num_blocks * block_size slots."""
+
+    def forward(self, batch: ForwardBatch, kv: Any) -> npt.NDArray[np.float32]:
+        """Compute the rows of a batch, writing their K and V to their slots.
+
+        Args:
+            kv: made by this model's `new_kv`.
+
+        Returns:
+            Logits of the rows asked for, float32[K, vocab_size].
+        """
