@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from treeserve_cli.layout import ROLES, ClusterConfig, Layout, process_specs
 from treeserve_cli.supervisor import Child, RestartPolicy, Supervisor
 from treeserve_client import Client, TreeserveClientError
+from treeserve_engine.checkpoint import prepare_checkpoint
 
 _HOST = "127.0.0.1"
-_POLL_S = 0.1
+_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_CHARS = 2000
 
@@ -94,8 +95,6 @@ class LocalCluster:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _prepare_model(self) -> Path:
-        from treeserve_engine.checkpoint import prepare_checkpoint  # imports torch: only where a cluster starts
-
         if self.config.model is None and not self.config.model_source.exists():
             raise ClusterError(
                 f"no default model at {self.config.model_source}: `make setup` fetches it into the folder that "

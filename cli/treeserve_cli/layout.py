@@ -9,6 +9,7 @@ from pathlib import Path
 
 from treeserve_cli.supervisor import ProcessSpec
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.made_once import default_cache_dir
 from treeserve_verifier.config import default_threads
 from treeserve_wire.config import check_at_least, option
 
@@ -30,7 +31,7 @@ class ClusterConfig:
         default=None, metadata=option(f"Hugging Face folder or .gguf file; without it {DEFAULT_MODEL} in the cache")
     )
     model_name: str | None = field(default=None, metadata=option("served name; without it the file's or folder's"))
-    dtype: str = field(default="float32", metadata=option("float32 or bfloat16"))
+    dtype: str = field(default="auto", metadata=option("int8, bfloat16, float32, or auto: int8 where that exists"))
     verifiers: int = field(default=1, metadata=option("number of verifiers"))
     speculators: int = field(default=1, metadata=option("number of speculators; 0 decodes plainly"))
     sources: tuple[str, ...] = field(
@@ -44,7 +45,7 @@ class ClusterConfig:
     grpc_port: int = field(default=50051, metadata=option("gRPC port on loopback; 0 picks one"))
     http_port: int = field(default=8000, metadata=option("HTTP port on loopback; 0 picks one"))
     cache_dir: Path = field(
-        default_factory=lambda: Path.home() / ".cache" / "treeserve",
+        default_factory=default_cache_dir,
         metadata=option("where converted models are kept ($TREESERVE_CACHE)"),
     )
     run_dir: Path | None = field(
@@ -119,6 +120,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "listen": address,
             "verifier_id": f"verifier-{i}",
             "dtype": config.dtype,
+            "cache_dir": config.cache_dir,
             "threads": config.threads,
             "kv_tokens": config.kv_tokens,
             "drain_s": config.drain_s,
@@ -131,6 +133,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "speculator_id": f"speculator-{i}",
             "sources": ",".join(config.sources),
             "ssm_folder": config.drafter or "",
+            "cache_dir": config.cache_dir,
         }
         specs.append(_service("speculator", i, model | fields, config, layout))
     fields = {

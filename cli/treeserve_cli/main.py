@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,14 @@ app = typer.Typer(
 )
 
 Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
+
+
+class Acceptance(StrEnum):
+    """Acceptance rules as `generate` names them."""
+
+    REPLAY = "replay"
+    MULTI_STEP = "multi_step"
+    TYPICAL = "typical"
 
 
 def _tell(message: object) -> None:
@@ -133,6 +142,17 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")] = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly.")] = False,
+    acceptance: Annotated[
+        Acceptance,
+        typer.Option(
+            help="How drafted tokens are accepted. Only replay gives the tokens of --no-speculation; multi_step keeps "
+            "their distribution; typical is LOSSY."
+        ),
+    ] = Acceptance.REPLAY,
+    typical_epsilon: Annotated[
+        float | None, typer.Option(help="Of typical: a token passes above min(epsilon, delta * exp(-entropy)).")
+    ] = None,
+    typical_delta: Annotated[float | None, typer.Option(help="Of typical; see --typical-epsilon.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -145,6 +165,9 @@ def generate(
         "seed": seed,
         "stop": stop,
         "speculation": not no_speculation,
+        "acceptance": acceptance.value,
+        "typical_epsilon": typical_epsilon,
+        "typical_delta": typical_delta,
     }
     if chat or system is not None:
         turns = [("system", system), ("user", prompt)]
@@ -159,6 +182,8 @@ def generate(
                 print(json.dumps(_summary(stream.result)))
             else:
                 _print_text(stream)
+            if stream.result.speculation.lossy:
+                _tell(f"LOSSY: accepted by {acceptance.value}, not the distribution of plain decoding")
     except TreeserveClientError as error:
         raise _fail_call(error, address) from None
 
@@ -175,6 +200,8 @@ def _summary(completion: Completion) -> dict[str, Any]:
             "drafted": speculation.drafted,
             "accepted": speculation.accepted,
             "acceptance_length": speculation.acceptance_length,
+            "acceptance": speculation.acceptance,
+            "lossy": speculation.lossy,
         },
         "timing": {"ttft_ms": timing.ttft_ms, "tpot_ms": timing.tpot_ms, "e2e_ms": timing.e2e_ms},
     }

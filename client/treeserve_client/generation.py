@@ -14,7 +14,7 @@ import grpc
 
 from treeserve.common.v1 import common_pb2
 from treeserve.inference.v1 import inference_pb2
-from treeserve_client.errors import DeadlineExceeded, Internal, Unavailable, from_rpc
+from treeserve_client.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable, from_rpc
 from treeserve_client.types import (
     Chunk,
     Completion,
@@ -24,6 +24,7 @@ from treeserve_client.types import (
     Started,
     Timing,
     Usage,
+    acceptance_rule_from_proto,
 )
 
 _FIRST_RESUME_DELAY_S = 0.1
@@ -101,6 +102,7 @@ class Generation:
         """Take one event; returns the chunk it brings, if it brings tokens or text.
 
         Raises:
+            InvalidArgument: if the router does not know the request's acceptance rule.
             Internal: if the event breaks the stream's promises, such as a gap between offsets.
         """
         kind = event.WhichOneof("event")
@@ -148,7 +150,11 @@ class Generation:
         return self._resumes <= self._options.max_resumes
 
     def _start(self, msg: inference_pb2.Started) -> None:
-        started = Started(msg.request_id, msg.model, msg.seed, msg.prompt_tokens)
+        acceptance = acceptance_rule_from_proto(msg.acceptance)
+        asked = acceptance_rule_from_proto(self._request.speculation.acceptance)
+        if acceptance != asked:  # it ignored a field that it does not know
+            raise InvalidArgument.of("speculation.acceptance", f"the router does not know {asked!r}")
+        started = Started(msg.request_id, msg.model, msg.seed, msg.prompt_tokens, acceptance)
         if self.started not in (None, started):
             raise Internal(f"resumed as another generation: {started} instead of {self.started}")
         self.started = started

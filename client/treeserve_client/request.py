@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from treeserve.common.v1 import common_pb2
 from treeserve.inference.v1 import inference_pb2
 from treeserve_client.errors import InvalidArgument
+from treeserve_client.types import AcceptanceRule
 
 ServiceClass = Literal["realtime", "interactive", "standard", "batch"]
 
@@ -51,6 +52,12 @@ class GenerateParams(TypedDict, total=False):
     """False decodes plainly. The tokens are the same."""
     max_nodes: int | None
     """Draft at most this many nodes a step."""
+    acceptance: AcceptanceRule | None
+    """How drafted tokens are accepted. Only "replay", the default, gives the tokens of `speculation=False`;
+    "multi_step" keeps their distribution, "typical" is lossy."""
+    typical_epsilon: float | None
+    typical_delta: float | None
+    """Of "typical": a drafted token passes if its probability exceeds min(epsilon, delta * exp(-entropy))."""
     service_class: ServiceClass | None
     ttft_ms: float | None
     """Target for the time to the first token."""
@@ -83,7 +90,11 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
                 **_fields_of(common_pb2.StoppingCriteria, given), stop_strings=_strings(given.get("stop", ()))
             ),
             speculation=common_pb2.SpeculationOptions(
-                disabled=not given.get("speculation", True), max_nodes=given.get("max_nodes", 0)
+                disabled=not given.get("speculation", True),
+                max_nodes=given.get("max_nodes", 0),
+                acceptance=_acceptance_rule(given.get("acceptance", "unspecified")),
+                typical_epsilon=given.get("typical_epsilon"),
+                typical_delta=given.get("typical_delta"),
             ),
             service_level=common_pb2.ServiceLevel(
                 service_class=_service_class(given.get("service_class", "unspecified")),
@@ -114,6 +125,13 @@ def _fields_of(message: type[Message], given: Mapping[str, Any]) -> dict[str, An
 
 def _strings(stop: str | Sequence[str]) -> Sequence[str]:
     return [stop] if isinstance(stop, str) else stop
+
+
+def _acceptance_rule(name: str) -> common_pb2.AcceptanceRule.ValueType:
+    try:
+        return common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{name.upper()}")
+    except ValueError:
+        raise InvalidArgument.of("speculation.acceptance", f"{name!r} is unknown") from None
 
 
 def _service_class(name: str) -> common_pb2.ServiceClass.ValueType:

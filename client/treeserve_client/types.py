@@ -7,18 +7,35 @@ from typing import Literal
 
 from treeserve.common.v1 import common_pb2
 from treeserve.inference.v1 import inference_pb2
+from treeserve_client.errors import Internal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+AcceptanceRule = Literal["replay", "multi_step", "typical"]
+
+_ACCEPTANCE_RULES: dict[int, AcceptanceRule] = {
+    common_pb2.ACCEPTANCE_RULE_UNSPECIFIED: "replay",
+    common_pb2.ACCEPTANCE_RULE_REPLAY: "replay",
+    common_pb2.ACCEPTANCE_RULE_MULTI_STEP: "multi_step",
+    common_pb2.ACCEPTANCE_RULE_TYPICAL: "typical",
+}
+
+
+def acceptance_rule_from_proto(value: int) -> AcceptanceRule:
+    """Decode an acceptance rule. Raises Internal for an unknown one, which this client cannot have asked for."""
+    if value not in _ACCEPTANCE_RULES:
+        raise Internal(f"unknown acceptance rule {value}")
+    return _ACCEPTANCE_RULES[value]
 
 
 @dataclass(frozen=True)
 class Started:
-    """The request was admitted. With `seed` the same request gives the same tokens."""
+    """The request was admitted. With `seed` the same request gives the same tokens, under acceptance by replay."""
 
     request_id: str
     model: str
     seed: int
     prompt_tokens: int
+    acceptance: AcceptanceRule = "replay"
 
 
 @dataclass(frozen=True)
@@ -66,17 +83,22 @@ class SpeculationStats:
         steps: verify steps.
         drafted, accepted: draft nodes verified and accepted.
         accepted_per_depth: element d counts nodes accepted at depth d + 1.
+        acceptance: the rule in force. Only "replay" gives the tokens of plain decoding.
+        lossy: whether the output does not follow the target model's distribution.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: tuple[int, ...] = ()
+    acceptance: AcceptanceRule = "replay"
+    lossy: bool = False
 
     @classmethod
     def from_proto(cls, msg: common_pb2.SpeculationStats) -> SpeculationStats:
         """Decode."""
-        return cls(msg.steps, msg.drafted, msg.accepted, tuple(msg.accepted_per_depth))
+        depths, rule = tuple(msg.accepted_per_depth), acceptance_rule_from_proto(msg.acceptance)
+        return cls(msg.steps, msg.drafted, msg.accepted, depths, rule, msg.lossy)
 
     @property
     def acceptance_length(self) -> float:

@@ -11,6 +11,7 @@ torch has no full uint64 arithmetic.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -107,3 +108,17 @@ def gumbel(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.ND
     """
     u = uniform_counters(seed, position, token_ids).astype(np.float64) * 2.0**-53
     return -exact_log(-exact_log(u))
+
+
+class UniformStream(IntEnum):
+    """Who draws: uniforms of different streams, and those behind the Gumbel noise, are independent."""
+
+    VERIFIER = 1
+    DRAFTER = 2
+
+
+def uniforms(seed: int, position: int, stream: UniformStream, count: int) -> npt.NDArray[np.float64]:
+    """The first `count` uniforms in (0, 1) of a stream at an output position: float64[count]."""
+    counters = -(2 * np.arange(count, dtype=np.int64) + stream)  # below 0: no token id's noise
+    numerators: npt.NDArray[np.int64] = uniform_counters(seed, position, counters)
+    return numerators.astype(np.float64) * 2.0**-53

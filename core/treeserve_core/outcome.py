@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from treeserve_core.acceptance import AcceptanceRule
+
 
 class FinishReason(IntEnum):
     """Why a generation ended."""
@@ -42,12 +44,13 @@ class VerifyOutcome:
 
 @dataclass
 class SpeculationStats:
-    """Running counts of one request. accepted excludes roots and bonus tokens."""
+    """Running counts of one request and the rule they were made under. accepted excludes roots and bonus tokens."""
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
+    acceptance: AcceptanceRule = AcceptanceRule.REPLAY
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count one verify step."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
 
 MAX_TOP_LOG_PROBS = 20
@@ -114,18 +115,23 @@ class ServiceClass(IntEnum):
 
 @dataclass(frozen=True)
 class SequenceLimits:
-    """What a sequence was promised and may use, resolved before it reaches a verifier.
+    """What a sequence was promised and how it may speculate, resolved before it reaches a verifier.
 
     Attributes:
         max_nodes: draft nodes a step may verify for it, the root not counted; 0 switches speculation off, None leaves
             it to the planner.
         ttft_ms, tpot_ms: targets; None for no target.
+        acceptance: how drafted tokens are accepted.
+
+    Raises:
+        InvalidArgumentError: for a value outside the limits that the public API states.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD
     max_nodes: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):
@@ -134,6 +140,8 @@ class SequenceLimits:
                 raise InvalidArgumentError(f"service_level.{name}", "must be a positive number")
         if self.max_nodes is not None and self.max_nodes < 0:
             raise InvalidArgumentError("speculation.max_nodes", "is negative")
+        if not self.speculates and self.acceptance.rule is not AcceptanceRule.REPLAY:
+            raise InvalidArgumentError("speculation.acceptance", "chooses nothing: speculation is disabled")
 
     @property
     def speculates(self) -> bool:

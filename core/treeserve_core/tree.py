@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from treeserve_core.draws import Draws, draw_log_prob
 from treeserve_core.errors import InvalidTreeError
 
 BITS_PER_WORD = 64
@@ -27,6 +29,8 @@ class TokenTree:
         log_probs: natural log of each node's conditional probability given its parent, as its source sees it, each
             <= 0 (the root's is 0 by convention); None if the sources gave none.
         source_masks: bit k set on a node if source k proposed it; None if unknown.
+        draws: for each node what was drawn below it, or None. Each drawn token is a child; a child that was not drawn
+            was proposed outright. None if nothing was drawn.
 
     Raises:
         InvalidTreeError: if an invariant does not hold.
@@ -36,6 +40,7 @@ class TokenTree:
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
     source_masks: tuple[int, ...] | None = None
+    draws: tuple[Draws | None, ...] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -62,6 +67,12 @@ class TokenTree:
                 raise InvalidTreeError("log-probabilities must be numbers <= 0")
         if self.source_masks is not None and len(self.source_masks) != n:
             raise InvalidTreeError(f"{n} tokens but {len(self.source_masks)} source masks")
+        if self.draws is not None:
+            if len(self.draws) != n:
+                raise InvalidTreeError(f"{n} tokens but draws for {len(self.draws)}")
+            for i, draws in enumerate(self.draws):
+                if draws is not None and any((i, token_id) not in seen for token_id in draws.token_ids):
+                    raise InvalidTreeError(f"a token drawn below node {i} is not among its children")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -98,13 +109,49 @@ class TokenTree:
 
     @cached_property
     def path_log_probs(self) -> tuple[float, ...]:
-        """Log-probability of the whole path to each node: zeros if the sources gave none."""
-        if self.log_probs is None:
-            return (0.0,) * len(self)
+        """Log-probability of the whole path to each node: zeros if the sources gave none.
+
+        A drawn child counts with the guess for its draw's rank, whatever its token, and what was proposed outright
+        beside draws with at most that of the last draw: so no draw makes room or takes it by its value.
+        """
         path = [0.0] * len(self)
         for i in range(1, len(self)):
-            path[i] = path[self.parents[i]] + self.log_probs[i]
+            log_prob = self.log_probs[i] if self.log_probs is not None else 0.0
+            draws = self.draws_below(self.parents[i])
+            if draws is not None:
+                drawn = self.token_ids[i] in draws.token_ids
+                last = draw_log_prob(len(draws.token_ids) - 1)
+                log_prob = draw_log_prob(draws.token_ids.index(self.token_ids[i])) if drawn else min(log_prob, last)
+            path[i] = path[self.parents[i]] + log_prob
         return tuple(path)
+
+    @cached_property
+    def ranking(self) -> tuple[tuple[float, int], ...]:
+        """Path log-probability and node, in the order to prune from the end of: probable first, shallow first on ties.
+
+        A node that was drawn several times is there for each of its draws. Any beginning of the ranking may be kept
+        (`subtree`): parents come before children, draws in draw order and before what was proposed outright.
+        """
+        entries: list[tuple[float, int, int, int]] = []  # -path log-probability, depth, order, node
+        for i in range(1, len(self)):
+            draws = self.draws_below(self.parents[i])
+            if draws is None or self.token_ids[i] not in draws.token_ids:
+                entries.append((-self.path_log_probs[i], self.depths[i], i if draws is None else len(self) + i, i))
+                continue
+            above = self.path_log_probs[self.parents[i]]
+            for rank, token_id in enumerate(draws.token_ids):
+                if token_id == self.token_ids[i]:
+                    entries.append((-above - draw_log_prob(rank), self.depths[i], i, i))
+        return tuple((-negative, node) for negative, _, _, node in sorted(entries))
+
+    @property
+    def repeated_draws(self) -> int:
+        """How many draws brought a token that was drawn below the same node already."""
+        return sum(len(d.token_ids) - len(set(d.token_ids)) for d in self.draws or () if d is not None)
+
+    def draws_below(self, node: int) -> Draws | None:
+        """What was drawn for the children of `node`; None if its children were proposed outright."""
+        return None if self.draws is None else self.draws[node]
 
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that carries `token_id`, or None."""
@@ -134,10 +181,15 @@ class TokenTree:
     def subtree(self, nodes: Iterable[int], root: int = 0) -> TokenTree:
         """The tree of `nodes` under `root`. Parents of all nodes must be among them.
 
+        Args:
+            nodes: a node that was drawn several times, as often as its draws are kept (see `ranking`): the first draws
+                of a node stay, as many as there are drawn children here.
+
         Raises:
             InvalidTreeError: if a node's parent is missing.
         """
-        kept = sorted({root, *nodes})
+        given = Counter(nodes)
+        kept = sorted({root, *given})
         index = {old: new for new, old in enumerate(kept)}
         parents = [-1]
         for old in kept[1:]:
@@ -149,15 +201,22 @@ class TokenTree:
             tuple(parents),
             None if self.log_probs is None else (0.0, *(self.log_probs[i] for i in kept[1:])),
             None if self.source_masks is None else tuple(self.source_masks[i] for i in kept),
+            None if self.draws is None else _none_if_empty([self._first_draws(i, given) for i in kept]),
         )
 
+    def _first_draws(self, node: int, given: Counter[int]) -> Draws | None:
+        """The node's draws that stay if children are kept as often as `given`."""
+        draws = self.draws_below(node)
+        if draws is None:
+            return None
+        return draws.first(sum(given[c] for c in self.children[node] if self.token_ids[c] in draws.token_ids))
+
     def pruned(self, max_nodes: int, max_depth: int | None = None) -> TokenTree:
-        """At most `max_nodes` nodes besides the root: the most probable paths, shallow ones first on ties."""
-        eligible = [i for i in range(1, len(self)) if max_depth is None or self.depths[i] <= max_depth]
-        if len(eligible) == len(self) - 1 and len(eligible) <= max_nodes:
+        """The first `max_nodes` of the ranking, besides the root; a draw that repeats a token counts as a node."""
+        nodes = [i for _, i in self.ranking if max_depth is None or self.depths[i] <= max_depth]
+        if len(nodes) == len(self.ranking) and len(nodes) <= max_nodes:
             return self
-        eligible.sort(key=lambda i: (-self.path_log_probs[i], self.depths[i], i))
-        return self.subtree(eligible[:max_nodes])
+        return self.subtree(nodes[:max_nodes])
 
     def rerooted(self, token_ids: Sequence[int]) -> TokenTree | None:
         """The subtree below the path `token_ids` (tokens committed after the root); None if the path is not there."""
@@ -173,14 +232,15 @@ class TokenTree:
         for i in range(node + 1, len(self)):
             if self.parents[i] in below:
                 below.add(i)
-        return self.subtree(below, root=node)
+        return self.subtree((i for _, i in self.ranking if i in below and i != node), root=node)
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """Union of trees over the same root, keyed by path (never by token and depth).
 
     A node proposed by several sources remembers all of them and keeps the larger probability. Log-probabilities
-    survive only if every tree has them.
+    survive only if every tree has them. Where several trees drew below the same node, the first one's draws count;
+    what the others drew counts as proposed outright, which is as unbiased.
 
     Raises:
         InvalidTreeError: if there is no tree or the roots differ.
@@ -193,6 +253,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         raise InvalidTreeError("trees over different roots cannot be merged")
     with_log_probs = all(t.log_probs is not None for t in trees)
     token_ids, parents, log_probs, masks = [trees[0].token_ids[0]], [-1], [0.0], [0]
+    draws: list[Draws | None] = [None]
     index: dict[tuple[int, int], int] = {}
     for tree in trees:
         merged = [0] * len(tree)
@@ -207,12 +268,19 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
                     parents.append(key[0])
                     log_probs.append(log_prob)
                     masks.append(0)
+                    draws.append(None)
                 merged[i] = index[key]
                 log_probs[merged[i]] = max(log_probs[merged[i]], log_prob)
             masks[merged[i]] |= mask
+            draws[merged[i]] = draws[merged[i]] or tree.draws_below(i)
     return TokenTree(
         tuple(token_ids),
         tuple(parents),
         tuple(log_probs) if with_log_probs else None,
         tuple(masks) if any(t.source_masks is not None for t in trees) else None,
+        _none_if_empty(draws),
     )
+
+
+def _none_if_empty(draws: Sequence[Draws | None]) -> tuple[Draws | None, ...] | None:
+    return tuple(draws) if any(d is not None for d in draws) else None

@@ -1,15 +1,26 @@
-"""Acceptance: replay the sampler along a token tree. The tree decides how far it gets in a step, never which tokens."""
+"""Acceptance: walk a token tree along the tokens that the sampler chooses under the request's acceptance rule.
+
+Replay, the default, asks for the tokens of plain decoding: the tree decides how far they get in a step, never which
+they are. The other rules are a request's explicit choice: `multi_step` keeps the distribution but not the tokens,
+`typical` is lossy. At temperature 0 all of them are replay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.noise import UniformStream, uniforms
 from treeserve_core.outcome import FinishReason, PositionLogProbs, VerifyOutcome
 from treeserve_core.sampling import SamplingParams, StoppingCriteria
 from treeserve_core.tree import TokenTree
-from treeserve_engine.next_token import next_token, position_log_probs
+from treeserve_engine import multi_step, typical
+from treeserve_engine.next_token import DoubleArray, next_token, position_log_probs, target_distribution
 from treeserve_engine.processors import FloatArray, TokenContext
+from treeserve_engine.sampler_state import SamplerState
 
 
 class SequenceSampler:
@@ -70,10 +81,40 @@ class SequenceSampler:
         """Whether the request asked for log-probabilities."""
         return self._params.top_log_probs is not None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether tokens are chosen by argmax."""
+        return self._params.is_greedy
+
+    @property
+    def state(self) -> SamplerState:
+        """What the next tokens depend on besides their logits; a view, valid until the next token is appended."""
+        unblocked_from = self._prompt_len + self._min_tokens
+        return SamplerState(self._params, self._context, self._position, self._end_ids, unblocked_from)
+
     def next_token(self, logits: FloatArray) -> int:
         """The token after the last one. `logits` is float32[padded vocab]; raises NonFiniteLogitsError."""
-        position = self._prompt_len + self.output_len
-        return next_token(logits[: self._vocab_size], self._params, self._context, position, self._blocked_ids())
+        return next_token(logits[: self._vocab_size], self._params, self._context, self._position, self._blocked_ids())
+
+    def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> DoubleArray:
+        """What a token is drawn from, at temperature > 0: float64[vocab]; raises NonFiniteLogitsError.
+
+        Args:
+            logits: float32[padded vocab], after the last token and `ahead`.
+            ahead: tokens assumed to follow the last one.
+        """
+        context = self._context.followed_by(ahead) if ahead else self._context
+        blocked_ids = self._blocked_ids(len(ahead))
+        return target_distribution(logits[: self._vocab_size], self._params, context, blocked_ids)
+
+    def uniforms(self, count: int) -> Sequence[float]:
+        """Uniforms in (0, 1) for the choice of the next token, the same for the same seed and position."""
+        drawn: list[float] = uniforms(self._params.seed, self._position, UniformStream.VERIFIER, count).tolist()
+        return drawn
+
+    def would_end(self, token_id: int, num_ahead: int = 0) -> bool:
+        """Whether a token would end the generation, if `num_ahead` tokens came before it; stop strings aside."""
+        return token_id in self._end_ids or self.output_len + num_ahead + 1 >= self._max_tokens
 
     def log_probs(self, logits: FloatArray, token_id: int) -> PositionLogProbs:
         """Log-probabilities at the position after the last token, where `next_token` chose `token_id`."""
@@ -101,8 +142,13 @@ class SequenceSampler:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason
 
-    def _blocked_ids(self) -> tuple[int, ...]:
-        return self._end_ids if self.output_len < self._min_tokens else ()
+    @property
+    def _position(self) -> int:
+        """Position of the next token."""
+        return self._prompt_len + self.output_len
+
+    def _blocked_ids(self, num_ahead: int = 0) -> tuple[int, ...]:
+        return self._end_ids if self.output_len + num_ahead < self._min_tokens else ()
 
 
 def accept(
@@ -110,17 +156,20 @@ def accept(
     logits_of: Callable[[int], FloatArray],
     sampler: SequenceSampler,
     should_stop: Callable[[int], bool] | None = None,
+    acceptance: Acceptance | None = None,
 ) -> VerifyOutcome:
-    """Walk the tree along the tokens that plain decoding would generate, and commit them.
+    """Walk the tree along the tokens that the acceptance rule chooses, and commit them.
 
-    At each node the sampler's next token is emitted; the walk descends to the child that carries it. A token that no
-    child carries is the bonus token. A token that ends the generation ends the walk: there is no bonus after it.
+    At each node the chosen token is emitted; the walk descends to the child that carries it. A token that no child
+    carries is the bonus token. A token that ends the generation ends the walk: there is no bonus after it.
 
     Args:
         tree: its root is the sequence's last committed token.
-        logits_of: the logits at a node, float32[padded vocab]; asked only for the nodes walked, in order.
+        logits_of: the logits at a node, float32[padded vocab]; under replay and multi_step asked only for the nodes
+            walked, in order.
         sampler: advanced by the emitted tokens. After an exception its state no longer matches the sequence.
         should_stop: told each emitted token once, in order; True if the token completes a stop string.
+        acceptance: the rule; without it replay, whose tokens are those of plain decoding.
 
     Raises:
         ValueError: if the tree grows from another token.
@@ -131,13 +180,14 @@ def accept(
         raise ValueError(f"the root is {tree.token_ids[0]}, the last committed token {sampler.last_token_id}")
     if sampler.finish_reason is not None:
         raise RuntimeError("the generation has ended")
+    choose = _chooser(tree, logits_of, sampler, acceptance or Acceptance())
     node: int | None = 0
     accepted_nodes: list[int] = []
     token_ids: list[int] = []
     log_probs: list[PositionLogProbs] = []
     while node is not None and sampler.finish_reason is None:
         logits = logits_of(node)
-        token_id = sampler.next_token(logits)
+        token_id = choose(node, logits)
         if sampler.wants_log_probs:
             log_probs.append(sampler.log_probs(logits, token_id))
         sampler.append(token_id, stopped=should_stop is not None and should_stop(token_id))
@@ -146,3 +196,37 @@ def accept(
         if node is not None:
             accepted_nodes.append(node)
     return VerifyOutcome(tuple(accepted_nodes), tuple(token_ids), sampler.finish_reason, tuple(log_probs))
+
+
+def _chooser(
+    tree: TokenTree, logits_of: Callable[[int], FloatArray], sampler: SequenceSampler, acceptance: Acceptance
+) -> Callable[[int, FloatArray], int]:
+    """What chooses the token after a node that the walk has reached, given its logits."""
+    if sampler.is_greedy or acceptance.rule is AcceptanceRule.REPLAY:
+        return lambda node, logits: sampler.next_token(logits)
+    if acceptance.rule is AcceptanceRule.MULTI_STEP:
+        return lambda node, logits: _multi_step(tree, node, logits, sampler)
+    return _typical(tree, logits_of, sampler, acceptance)
+
+
+def _multi_step(tree: TokenTree, node: int, logits: FloatArray, sampler: SequenceSampler) -> int:
+    draws = tree.draws_below(node)
+    drawn = draws.token_ids if draws is not None else ()
+    outright = [tree.token_ids[c] for c in tree.children[node] if tree.token_ids[c] not in drawn]
+    uniforms = sampler.uniforms(multi_step.num_uniforms(draws, outright))
+    return multi_step.choose(sampler.distribution(logits), draws, outright, uniforms)
+
+
+def _typical(
+    tree: TokenTree, logits_of: Callable[[int], FloatArray], sampler: SequenceSampler, acceptance: Acceptance
+) -> Callable[[int, FloatArray], int]:
+    path = typical.longest_path(
+        tree, lambda node, ahead: sampler.distribution(logits_of(node), ahead), sampler.would_end, acceptance
+    )
+    left = iter(path)
+
+    def choose(node: int, logits: FloatArray) -> int:
+        token_id = next(left, None)
+        return int(np.argmax(sampler.distribution(logits))) if token_id is None else token_id
+
+    return choose

@@ -62,6 +62,22 @@ def next_token(
     return _noisy_argmax(processed if kept is None else processed[kept], kept, params, position)
 
 
+def target_distribution(
+    logits: FloatArray, params: SamplingParams, context: TokenContext, blocked_ids: Sequence[int] = ()
+) -> DoubleArray:
+    """The distribution that `next_token` draws from at temperature > 0: float64[vocab_size], 0 for what it filters.
+
+    Args and raises: as for `next_token`.
+    """
+    _check_finite(logits)
+    processed = processed_logits(logits, params, context, blocked_ids)
+    kept = _kept_ids(processed, params)
+    weights = _weights(processed if kept is None else processed[kept], float(processed.max()), params.temperature)
+    p = np.zeros(len(logits))
+    p[slice(None) if kept is None else kept] = weights / weights.sum()
+    return p
+
+
 def position_log_probs(
     logits: FloatArray,
     params: SamplingParams,

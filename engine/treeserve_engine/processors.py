@@ -18,7 +18,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class TokenContext:
     """The distinct tokens a sequence has seen and how often each was generated: all that penalties look at.
 
-    It only grows. Replay needs no more: every token it walks over is emitted.
+    It only grows. A walk needs no more: every token it takes is emitted. Looking ahead takes a copy (`followed_by`).
     """
 
     def __init__(self, prompt_token_ids: Iterable[int] = (), output_token_ids: Iterable[int] = ()) -> None:
@@ -36,6 +36,14 @@ class TokenContext:
             self._ids.append(token_id)
             self._output_counts.append(0)
         self._output_counts[slot] += 1
+
+    def followed_by(self, token_ids: Iterable[int]) -> TokenContext:
+        """A copy in which these tokens were generated too."""
+        longer = TokenContext()
+        longer._slots, longer._ids, longer._output_counts = self._slots.copy(), self._ids[:], self._output_counts[:]
+        for token_id in token_ids:
+            longer.push(token_id)
+        return longer
 
     def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Distinct ids of prompt and output, and how often each occurs in the output: int64[n] twice."""

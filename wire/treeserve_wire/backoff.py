@@ -11,7 +11,7 @@ class Backoff:
     """Waits that double from `first_s` to `longest_s`, with jitter so that peers do not return all at once."""
 
     first_s: float = 0.1
-    longest_s: float = 1.0
+    longest_s: float = 0.5
 
     def wait_s(self, failures: int, rng: random.Random) -> float:
         """The wait after so many failures in a row, one at least."""

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
+from treeserve_core.draws import MAX_DRAWS, MAX_SUPPORT, Draws
 from treeserve_core.errors import InvalidArgumentError, InvalidTreeError
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
@@ -85,7 +87,15 @@ def stopping_from_proto(msg: common_pb2.StoppingCriteria, max_tokens_default: in
 
 def limits_to_proto(limits: SequenceLimits) -> tuple[common_pb2.SpeculationOptions, common_pb2.ServiceLevel]:
     """Encode a sequence's limits."""
-    speculation = common_pb2.SpeculationOptions(disabled=not limits.speculates, max_nodes=limits.max_nodes or 0)
+    acceptance = limits.acceptance
+    is_typical = acceptance.rule is AcceptanceRule.TYPICAL
+    speculation = common_pb2.SpeculationOptions(
+        disabled=not limits.speculates,
+        max_nodes=limits.max_nodes or 0,
+        acceptance=acceptance_rule_to_proto(acceptance.rule),
+        typical_epsilon=acceptance.epsilon if is_typical else None,
+        typical_delta=acceptance.delta if is_typical else None,
+    )
     service_level = common_pb2.ServiceLevel(
         service_class=common_pb2.ServiceClass.ValueType(limits.service_class),
         ttft_ms=limits.ttft_ms or 0.0,
@@ -100,7 +110,7 @@ def limits_from_proto(
     """Decode speculation bounds and promises; an unset class is STANDARD, an unset target is no target.
 
     Raises:
-        InvalidArgumentError: for an unknown service class or a target that is not a positive number.
+        InvalidArgumentError: for an unknown service class or acceptance rule, or a value outside its limits.
     """
     try:
         service_class = ServiceClass(service_level.service_class or ServiceClass.STANDARD)
@@ -111,7 +121,31 @@ def limits_from_proto(
         max_nodes=0 if speculation.disabled else speculation.max_nodes or None,
         ttft_ms=service_level.ttft_ms or None,
         tpot_ms=service_level.tpot_ms or None,
+        acceptance=Acceptance.of(
+            acceptance_rule_from_proto(speculation.acceptance),
+            speculation.typical_epsilon if speculation.HasField("typical_epsilon") else None,
+            speculation.typical_delta if speculation.HasField("typical_delta") else None,
+        ),
     )
+
+
+def acceptance_rule_to_proto(rule: AcceptanceRule) -> common_pb2.AcceptanceRule.ValueType:
+    """Encode an acceptance rule."""
+    return common_pb2.AcceptanceRule.ValueType(rule)
+
+
+def acceptance_rule_from_proto(value: common_pb2.AcceptanceRule.ValueType) -> AcceptanceRule:
+    """Decode an acceptance rule; unspecified is REPLAY. Raises InvalidArgumentError for an unknown one."""
+    try:
+        return AcceptanceRule(value) if value else AcceptanceRule.REPLAY
+    except ValueError:
+        raise InvalidArgumentError("speculation.acceptance", f"{value} is unknown") from None
+
+
+def known_acceptance_rules(values: Iterable[common_pb2.AcceptanceRule.ValueType]) -> frozenset[AcceptanceRule]:
+    """The rules of a peer's hello or welcome that this side knows too; REPLAY is always among them."""
+    known = {int(value) for value in values}
+    return frozenset({AcceptanceRule.REPLAY, *(rule for rule in AcceptanceRule if rule in known)})
 
 
 def identity_to_proto(identity: ModelIdentity) -> common_pb2.ModelIdentity:
@@ -179,16 +213,19 @@ def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
         drafted=stats.drafted,
         accepted=stats.accepted,
         accepted_per_depth=stats.accepted_per_depth,
+        acceptance=acceptance_rule_to_proto(stats.acceptance),
+        lossy=stats.acceptance.is_lossy,
     )
 
 
 def stats_from_proto(msg: common_pb2.SpeculationStats) -> SpeculationStats:
-    """Decode speculation counts."""
+    """Decode speculation counts. Raises InvalidArgumentError for an unknown acceptance rule."""
     return SpeculationStats(
         steps=msg.steps,
         drafted=msg.drafted,
         accepted=msg.accepted,
         accepted_per_depth=list(msg.accepted_per_depth),
+        acceptance=acceptance_rule_from_proto(msg.acceptance),
     )
 
 
@@ -203,6 +240,11 @@ def proposal_to_proto(handle: int, proposal: DraftProposal) -> verifier_pb2.Tree
         log_probs=tree.log_probs or (),
         source_masks=tree.source_masks or (),
         draft_us=proposal.draft_us,
+        draws=[
+            verifier_pb2.NodeDraws(node=i, token_ids=draws.token_ids, support=draws.support, weights=draws.weights)
+            for i, draws in enumerate(tree.draws or ())
+            if draws is not None
+        ],
     )
 
 
@@ -228,11 +270,27 @@ def proposal_from_proto(
     if msg.source_masks and max(msg.source_masks) >> num_sources:
         raise InvalidTreeError(f"a source mask names a source beyond the {num_sources} of the hello")
     tree = TokenTree(
-        tuple(msg.token_ids), tuple(msg.parents), _tuple_or_none(msg.log_probs), _tuple_or_none(msg.source_masks)
+        tuple(msg.token_ids),
+        tuple(msg.parents),
+        _tuple_or_none(msg.log_probs),
+        _tuple_or_none(msg.source_masks),
+        _draws_from_proto(msg, vocab_size),
     )
     if max(tree.depths) > max_depth:
         raise InvalidTreeError(f"depth {max(tree.depths)} is beyond the limit of {max_depth}")
     return DraftProposal(msg.base_committed_len, tree, msg.draft_us)
+
+
+def _draws_from_proto(msg: verifier_pb2.TreeProposal, vocab_size: int) -> tuple[Draws | None, ...] | None:
+    if not msg.draws:
+        return None
+    draws: list[Draws | None] = [None] * len(msg.token_ids)
+    for entry in msg.draws:
+        if entry.node >= len(draws) or draws[entry.node] is not None:
+            raise InvalidTreeError(f"draws for node {entry.node}, which is not there or has some already")
+        check_token_ids("draws.support", entry.support, vocab_size)
+        draws[entry.node] = Draws(tuple(entry.token_ids), tuple(entry.support), tuple(entry.weights))
+    return tuple(draws)
 
 
 def _check_proposal_sizes(msg: verifier_pb2.TreeProposal, max_nodes: int) -> None:
@@ -245,6 +303,11 @@ def _check_proposal_sizes(msg: verifier_pb2.TreeProposal, max_nodes: int) -> Non
         raise InvalidTreeError(f"{nodes} tokens but {len(msg.log_probs)} log-probabilities")
     if len(msg.source_masks) not in (0, nodes):
         raise InvalidTreeError(f"{nodes} tokens but {len(msg.source_masks)} source masks")
+    if len(msg.draws) > nodes:
+        raise InvalidTreeError(f"{nodes} tokens but draws for {len(msg.draws)}")
+    for draws in msg.draws:
+        if max(len(draws.support), len(draws.weights)) > MAX_SUPPORT or len(draws.token_ids) > MAX_DRAWS:
+            raise InvalidTreeError(f"node {draws.node} has more than {MAX_DRAWS} draws or {MAX_SUPPORT} ids to draw")
 
 
 def _tuple_or_none(values: Sequence[_T]) -> tuple[_T, ...] | None:

@@ -9,7 +9,6 @@ import prometheus_client
 import structlog
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
@@ -81,6 +80,9 @@ def setup_tracing(service: str, endpoint: str | None, exporter: SpanExporter | N
     if exporter is not None:
         provider.add_span_processor(SimpleSpanProcessor(exporter))
     elif endpoint:
+        # Imported here: it takes longer than all else of telemetry, and most processes export nothing.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=True)))
     return provider.get_tracer("treeserve")
 

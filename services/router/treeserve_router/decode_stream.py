@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from treeserve_core.identity import ModelIdentity
 from treeserve_router.mailbox import Ended, Lost, Placed, Tokens
@@ -39,6 +40,7 @@ class VerifierOffer:
         max_context_tokens: longest prompt plus output.
         max_sequences: sequences it runs at once.
         dtype: element type of the weights.
+        acceptance_rules: those it knows.
     """
 
     verifier_id: str
@@ -46,6 +48,7 @@ class VerifierOffer:
     max_context_tokens: int
     max_sequences: int
     dtype: str
+    acceptance_rules: frozenset[AcceptanceRule]
 
 
 class DecodeStream:
@@ -91,6 +94,7 @@ class DecodeStream:
             draining=self._load.draining,
             speculators=self._load.speculators,
             holding_off=self._held_off,
+            acceptance_rules=self.offer.acceptance_rules,
         )
 
     @property
@@ -253,13 +257,13 @@ def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:
 
 
 def _ended(end: pb.SequenceEnd) -> Ended:
-    stats = codec.stats_from_proto(end.speculation) if end.HasField("speculation") else None
-    if end.HasField("status"):
-        return Ended(None, stats=stats, error=from_status(end.status))
     try:
+        stats = codec.stats_from_proto(end.speculation) if end.HasField("speculation") else None
         reason = codec.finish_reason_from_proto(end.reason)
     except InvalidArgumentError:
-        reason = None
+        stats, reason = None, None
+    if end.HasField("status"):
+        return Ended(None, stats=stats, error=from_status(end.status))
     if reason is None:  # not a reason this side knows: as good as a verifier that died
         return Ended(None, stats=stats, error=UnavailableError("the verifier ended the sequence without a reason"))
     return Ended(reason, stats)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_router.admission import RouterRequest
@@ -25,11 +26,12 @@ _MAX_CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Started:
-    """The request was admitted."""
+    """The request was admitted. Its tokens are accepted by the rule `acceptance`."""
 
     request_id: str
     seed: int
     prompt_tokens: int
+    acceptance: AcceptanceRule
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Generation:
     """One admitted request.
 
     Its output is whatever tokens verifiers committed, in order. When the one that runs it is lost, the request goes
-    back to the queue with that output: replay has no other state, so the next verifier continues with the same tokens.
+    back to the queue with that output: sampling has no other state, so the next verifier continues as well (under
+    acceptance by replay with the very same tokens).
 
     Args:
         preferred_verifier: id of the verifier its session used last; empty for none.
@@ -79,7 +82,7 @@ class Generation:
         self._mailbox = Mailbox()
         self._output = list(request.generated_token_ids)
         self._visible = VisibleOutput(parts.tokenizer, request.stopping.stop_strings, request.generated_token_ids)
-        self._stats = SpeculationStats()
+        self._stats = SpeculationStats(acceptance=request.limits.acceptance.rule)
         self._ticket: Ticket | None = None
         self._failures = 0
         self.verifier_id = ""  # the verifier that ran it last
@@ -101,7 +104,7 @@ class Generation:
         if reason is None:
             self._submit()
         try:
-            yield Started(self._request.request_id, self._request.sampling.seed, len(self._request.prompt_token_ids))
+            yield self._started()
             while reason is None:
                 tokens, outcome = self._absorb(await self._next_events())
                 for chunk in self._show(tokens):
@@ -114,6 +117,12 @@ class Generation:
             yield self._finished(reason)
         finally:
             self._withdraw()
+
+    def _started(self) -> Started:
+        request = self._request
+        return Started(
+            request.request_id, request.sampling.seed, len(request.prompt_token_ids), request.limits.acceptance.rule
+        )
 
     def _submit(self, *, is_replay: bool = False) -> None:
         self._ticket = Ticket(

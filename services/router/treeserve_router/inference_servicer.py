@@ -57,9 +57,13 @@ class InferenceServicer(InferenceServiceServicer):
 
     def _event_to_proto(self, event: GenerationEvent) -> pb.GenerateResponse:
         match event:
-            case Started(request_id, seed, prompt_tokens):
+            case Started(request_id, seed, prompt_tokens, acceptance):
                 started = pb.Started(
-                    request_id=request_id, model=self._model_name, seed=seed, prompt_tokens=prompt_tokens
+                    request_id=request_id,
+                    model=self._model_name,
+                    seed=seed,
+                    prompt_tokens=prompt_tokens,
+                    acceptance=codec.acceptance_rule_to_proto(acceptance),
                 )
                 return pb.GenerateResponse(started=started)
             case TokenChunk(offset, token_ids, text, log_probs):

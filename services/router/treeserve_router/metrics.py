@@ -8,7 +8,8 @@ from functools import partial
 from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from treeserve_core.sampling import ServiceClass
+from treeserve_core.acceptance import AcceptanceRule
+from treeserve_core.sampling import SequenceLimits, ServiceClass
 from treeserve_router.queue import RequestQueue
 
 # Buckets as OpenTelemetry's semantic conventions advise, seconds.
@@ -53,6 +54,12 @@ class RouterMetrics:
         )
         self.prompt_tokens = _counter("treeserve_router_prompt_tokens", "Prompt tokens admitted.", registry)
         self.output_tokens = _counter("treeserve_router_output_tokens", "Tokens shown to clients.", registry)
+        self._output_per_acceptance = Counter(
+            "treeserve_router_output_tokens_per_acceptance",
+            "Tokens shown to clients, by the request's acceptance rule and whether that is lossy.",
+            ["acceptance", "lossy"],
+            registry=registry,
+        )
         self._rejections = Counter(
             "treeserve_router_rejections", "Requests that failed, by the kind of error.", ["reason"], registry=registry
         )
@@ -76,6 +83,11 @@ class RouterMetrics:
             age.labels(_label(service_class)).set_function(partial(queue.age_s, service_class))
         Gauge("treeserve_router_verifiers", "Connected verifiers.", registry=self.registry).set_function(num_verifiers)
 
+    def shown(self, num_tokens: int, rule: AcceptanceRule) -> None:
+        """Count tokens shown to a client whose request is under this acceptance rule."""
+        self.output_tokens.inc(num_tokens)
+        self._output_per_acceptance.labels(rule.label, str(rule.is_lossy).lower()).inc(num_tokens)
+
     def rejected(self, error: BaseException) -> None:
         """Count a request that failed."""
         self._rejections.labels(type(error).__name__.removesuffix("Error")).inc()
@@ -88,9 +100,10 @@ class RequestMeter:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, metrics: RouterMetrics, service_class: ServiceClass, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: RouterMetrics, limits: SequenceLimits, clock: Callable[[], float]) -> None:
         self._metrics = metrics
-        self._service_class = _label(service_class)
+        self._service_class = _label(limits.service_class)
+        self._acceptance = limits.acceptance.rule
         self._clock = clock
         self._arrived = clock()
         self._first_token: float | None = None
@@ -108,7 +121,7 @@ class RequestMeter:
             span.add_event("first_token")
             self._metrics.ttft.labels(self._service_class).observe(self._first_token - self._arrived)
         self._num_tokens += num_tokens
-        self._metrics.output_tokens.inc(num_tokens)
+        self._metrics.shown(num_tokens, self._acceptance)
 
     def ended(self, outcome: str) -> None:
         """Observe the whole request; call once."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import OPEN_ENDED, Ask
@@ -38,10 +39,20 @@ class StreamOptions(_Strict):
 
 
 class Speculation(_Strict):
-    """Extension: the request's speculation switch and bound."""
+    """Extension: the request's speculation switch and bound, and how drafted tokens are accepted.
+
+    Only `replay` is bit-identical with `enabled: false`; `multi_step` keeps the distribution, `typical` is lossy.
+    """
 
     enabled: bool = True
     max_nodes: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    acceptance: Literal["replay", "multi_step", "typical"] = "replay"
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
+
+    def to_acceptance(self) -> Acceptance:
+        """The rule and its parameters. Raises InvalidArgumentError for a value outside its limits."""
+        return Acceptance.of(AcceptanceRule[self.acceptance.upper()], self.typical_epsilon, self.typical_delta)
 
 
 class GenerationOptions(_Strict):
@@ -115,6 +126,7 @@ class GenerationOptions(_Strict):
             max_nodes=max_nodes,
             ttft_ms=self.ttft_ms,
             tpot_ms=self.tpot_ms,
+            acceptance=self.speculation.to_acceptance(),
         )
 
 

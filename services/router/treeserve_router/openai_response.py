@@ -227,7 +227,7 @@ def _usage(finished: Finished) -> Json:
 
 
 def _extras(finished: Finished, seed: int) -> Json:
-    """Extensions: the seed that gives the same tokens again, and what speculation did."""
+    """Extensions: the seed that gives the same tokens again (under acceptance by replay), and what speculation did."""
     return {"seed": seed, "metrics": {"speculative_decoding": _speculation(finished.stats)}}
 
 
@@ -237,6 +237,8 @@ def _speculation(stats: SpeculationStats) -> Json:
         "num_draft_tokens": stats.drafted,
         "num_accepted_tokens": stats.accepted,
         "num_accepted_tokens_per_pos": stats.accepted_per_depth,
+        "acceptance": stats.acceptance.label,
+        "lossy": stats.acceptance.is_lossy,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_router.queue import Ticket
 
 # A session's last verifier is worth this much load: affinity must not pile sessions onto a busy verifier.
@@ -24,6 +25,7 @@ class VerifierState:
         draining: it takes nothing more.
         holding_off: it has just refused a sequence.
         speculators: attached to it.
+        acceptance_rules: those it knows.
     """
 
     address: str
@@ -36,10 +38,13 @@ class VerifierState:
     draining: bool = False
     holding_off: bool = False
     speculators: int = 0
+    acceptance_rules: frozenset[AcceptanceRule] = frozenset({AcceptanceRule.REPLAY})
 
     def can_serve(self, ticket: Ticket) -> bool:
         """Whether it could run the request at all, sooner or later."""
-        return not self.draining and ticket.request.max_total_tokens <= self.max_context_tokens
+        request = ticket.request
+        knows_rule = request.limits.acceptance.rule in self.acceptance_rules
+        return not self.draining and knows_rule and request.max_total_tokens <= self.max_context_tokens
 
     @property
     def has_room(self) -> bool:

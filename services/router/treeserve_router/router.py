@@ -77,9 +77,11 @@ class Router:
             TreeserveError: if it is refused or fails.
             TimeoutError: when its deadline passes.
         """
-        meter = RequestMeter(self._parts.metrics, ask.limits.service_class, self._clock)
+        meter = RequestMeter(self._parts.metrics, ask.limits, self._clock)
         span = self._tracer.start_span("treeserve.generate", context=context_from(ask.traceparent))
         log = _log.bind(trace_id=format_trace_id(span.get_span_context().trace_id))
+        rule = ask.limits.acceptance.rule
+        span.set_attribute("treeserve.acceptance", rule.label)
         if ask.session_id:
             log = log.bind(session_id=ask.session_id)
         outcome = "cancelled"
@@ -106,7 +108,7 @@ class Router:
             meter.ended(outcome)
             span.set_attribute("treeserve.outcome", outcome)
             span.end()
-            log.info("request ended", outcome=outcome)
+            log.info("request ended", outcome=outcome, acceptance=rule.label, lossy=rule.is_lossy)
 
     async def _run(self, ask: Ask, span: Span) -> AsyncGenerator[GenerationEvent, None]:
         self._admission.check(ask)

@@ -143,4 +143,5 @@ def _offer(welcome: pb.DecodeWelcome) -> VerifierOffer:
         max_context_tokens=welcome.max_context_tokens,
         max_sequences=welcome.max_sequences,
         dtype=welcome.dtype,
+        acceptance_rules=codec.known_acceptance_rules(welcome.acceptance_rules),
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.made_once import default_cache_dir
+from treeserve_engine.precision import AUTO, DTYPES
 from treeserve_wire.config import check_at_least, option
 
 SSM = "ssm"
@@ -38,10 +40,16 @@ class SpeculatorConfig:
     max_nodes: int = field(default=64, metadata=option("most nodes of a tree, the root not counted"))
     max_depth: int = field(default=16, metadata=option("deepest node of a tree"))
     ssm_folder: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
-    ssm_dtype: str = field(default="float32", metadata=option("element type of the draft model: float32 or bfloat16"))
+    ssm_dtype: str = field(
+        default=AUTO,
+        metadata=option("the draft model's weights: int8, bfloat16, float32; auto is int8 on CPUs where that exists"),
+    )
     ssm_kv_tokens: int = field(default=16384, metadata=option("tokens the draft model's KV cache holds"))
     ssm_depth: int = field(default=6, metadata=option("levels the draft model grows a tree by"))
     threads: int = field(default=1, metadata=option("threads of the draft model"))
+    cache_dir: Path = field(
+        default_factory=default_cache_dir, metadata=option("where weights converted to int8 are kept")
+    )
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
@@ -53,8 +61,8 @@ class SpeculatorConfig:
             raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
         if not self.verifiers:
             raise InvalidArgumentError("verifiers", "name at least one")
-        if self.ssm_dtype not in ("float32", "bfloat16"):
-            raise InvalidArgumentError("ssm_dtype", f"{self.ssm_dtype!r} is not float32 or bfloat16")
+        if self.ssm_dtype not in (AUTO, *DTYPES):
+            raise InvalidArgumentError("ssm_dtype", f"{self.ssm_dtype!r} is not one of {AUTO}, {', '.join(DTYPES)}")
         check_at_least(self, 1, "max_nodes", "max_depth", "ssm_kv_tokens", "ssm_depth", "threads")
 
     @property

@@ -20,12 +20,15 @@ from treeserve_speculator.messages import committed_from_proto, sequence_from_pr
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftWork
 from treeserve_speculator.session import DraftSession
+from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.codec import proposal_to_proto
 from treeserve_wire.credits import Credits, CreditWindow
 
 DraftCall: TypeAlias = grpc.aio.StreamStreamCall[verifier_pb2.DraftRequest, verifier_pb2.DraftResponse]
 
 CREDIT_WINDOW = 64
+# Trees share a frame up to this size: those with draws take some hundred bytes for each expanded node.
+_MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
 
 _log = structlog.get_logger(__name__)
 
@@ -99,7 +102,7 @@ class Conversation:
                 for handle, proposal in drafted:
                     self._put(handle, proposal)
                 await self._return_credit(len(works))
-            if self._outbox and self._credits.try_take():
+            while self._outbox and self._credits.try_take():
                 await self._send()
 
     def _work(self, update: verifier_pb2.DraftUpdate) -> DraftWork:
@@ -148,9 +151,16 @@ class Conversation:
             await self._call.write(verifier_pb2.DraftRequest(credit=verifier_pb2.Credit(frames=frames)))
 
     async def _send(self) -> None:
-        proposals = [proposal_to_proto(handle, proposal) for handle, proposal in self._outbox.items()]
-        self._outbox = {}
-        await self._call.write(verifier_pb2.DraftRequest(proposals=verifier_pb2.Proposals(proposals=proposals)))
+        """One frame of what waits; what does not fit waits for the next."""
+        frame, size = verifier_pb2.Proposals(), 0
+        for handle, proposal in list(self._outbox.items()):
+            message = proposal_to_proto(handle, proposal)
+            size += message.ByteSize()
+            if frame.proposals and size > _MAX_FRAME_BYTES:
+                break
+            frame.proposals.append(message)
+            del self._outbox[handle]
+        await self._call.write(verifier_pb2.DraftRequest(proposals=frame))
 
 
 def _moved_along(handle: int, proposal: DraftProposal, newer: Iterable[DraftWork]) -> DraftProposal | None:

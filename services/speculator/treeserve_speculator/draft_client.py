@@ -11,13 +11,14 @@ import grpc
 import structlog
 
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import HandshakeError, TreeserveError, UnavailableError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, DraftCall, DraftPeer
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
-from treeserve_wire.codec import identity_to_proto
+from treeserve_wire.codec import acceptance_rule_to_proto, identity_to_proto
 from treeserve_wire.status import error_from_rpc
 
 _WELCOME_TIMEOUT_S = 5.0
@@ -39,6 +40,7 @@ def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -
         sources=drafter.source_names,
         initial_credit=CREDIT_WINDOW,
         wants_top_tokens=drafter.wants_top_tokens,
+        acceptance_rules=[acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
     )
 
 

@@ -149,6 +149,8 @@ class Drafter:
         if tree.log_probs is None:
             raise ValueError("the tree has no log-probabilities")
         check_token_ids("tree", tree.token_ids, self._vocab_size)
+        for draws in filter(None, tree.draws or ()):
+            check_token_ids("tree", draws.support, self._vocab_size)
         return tree
 
     def _combined(self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits) -> TokenTree:
@@ -191,4 +193,4 @@ def _cut_below(tree: TokenTree, eos_token_ids: frozenset[int]) -> TokenTree:
         parent = tree.parents[i]
         if parent in kept and (parent == 0 or tree.token_ids[parent] not in eos_token_ids):
             kept.add(i)
-    return tree if len(kept) == len(tree) else tree.subtree(kept)
+    return tree if len(kept) == len(tree) else tree.subtree(i for _, i in tree.ranking if i in kept)

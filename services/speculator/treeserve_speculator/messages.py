@@ -6,7 +6,7 @@ from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import check_token_ids
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
-from treeserve_wire.codec import sampling_from_proto
+from treeserve_wire.codec import acceptance_rule_from_proto, sampling_from_proto
 
 
 def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftSequence:
@@ -23,6 +23,7 @@ def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftS
         sampling=sampling_from_proto(msg.sampling),
         budget=msg.budget,
         traceparent=msg.traceparent,
+        acceptance=acceptance_rule_from_proto(msg.acceptance),
     )
 
 

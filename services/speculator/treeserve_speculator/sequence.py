@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import StaleBaseError
 from treeserve_core.sampling import SamplingParams
 
@@ -36,6 +37,7 @@ class DraftSequence:
         tokens: all committed tokens, prompt included; the last one is the root of the next tree.
         budget: nodes the next tree may have, the root not counted.
         traceparent: W3C traceparent of the request's span; empty for none.
+        acceptance: how the target will accept drafted tokens.
         source_state: what each source remembers, by the source's name.
         disabled: names of sources that failed on this sequence.
     """
@@ -46,6 +48,7 @@ class DraftSequence:
     sampling: SamplingParams
     budget: int
     traceparent: str = ""
+    acceptance: AcceptanceRule = AcceptanceRule.REPLAY
     source_state: dict[str, Any] = field(default_factory=dict)
     disabled: set[str] = field(default_factory=set)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.made_once import default_cache_dir
+from treeserve_engine.precision import AUTO, DTYPES
 from treeserve_wire.config import check_at_least, option
 
 
@@ -29,7 +31,16 @@ class VerifierConfig:
     listen: str = field(default="127.0.0.1:50052", metadata=option("gRPC address, host:port or unix:/path"))
     metrics_listen: str = field(default="", metadata=option("Prometheus address, host:port; empty is off"))
     verifier_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs, leases and hellos"))
-    dtype: str = field(default="float32", metadata=option("weights and KV: float32 or bfloat16"))
+    dtype: str = field(
+        default=AUTO,
+        metadata=option("weights: int8, bfloat16, float32; auto is int8 on CPUs where that exists, bfloat16 on GPUs"),
+    )
+    kv_dtype: str = field(
+        default=AUTO, metadata=option("KV cache: int8, bfloat16, float32; auto is bfloat16 beside int8, else dtype")
+    )
+    cache_dir: Path = field(
+        default_factory=default_cache_dir, metadata=option("where weights converted to int8 are kept")
+    )
     device: str = field(default="cpu", metadata=option("torch device"))
     threads: int = field(
         default_factory=default_threads, metadata=option("CPU threads of the forward pass; half the cores by default")
@@ -44,14 +55,19 @@ class VerifierConfig:
     step_rows: int = field(default=256, metadata=option("most rows of one forward pass"))
     prefill_rows: int = field(default=64, metadata=option("most prefill rows of a step that also decodes"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
+    draft_always: bool = field(
+        default=False, metadata=option("wait for trees whether or not they are expected to pay: for tests")
+    )
     drain_s: float = field(default=30.0, metadata=option("time to finish running sequences after SIGTERM"))
     reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise InvalidArgumentError("dtype", f"{self.dtype!r} is not float32 or bfloat16")
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in (AUTO, *DTYPES):
+                choices = ", ".join((AUTO, *DTYPES))
+                raise InvalidArgumentError(name, f"{getattr(self, name)!r} is not one of {choices}")
         check_at_least(
             self, 1, "threads", "kv_tokens", "block_size", "max_sequences", "max_context_tokens", "step_rows"
         )

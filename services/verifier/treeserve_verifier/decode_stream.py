@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 
 import structlog
 
 from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError, OverloadedError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
@@ -24,6 +26,7 @@ _log = structlog.get_logger(__name__)
 # Bounds a frame below 1 MiB: a token with 20 log-probabilities takes about 320 bytes.
 _MAX_TOKENS_PER_FRAME = 2048
 _MAX_SEQUENCES_PER_STREAM = 4096
+_UNTOLD_SHARE_OF_BLOCKS = 64
 
 
 class DecodeStream:
@@ -55,6 +58,7 @@ class DecodeStream:
             self._loop.submit(sequence)
         except Exception as error:
             self._emit(handle, Emission(len(message.generated_token_ids), (), error=error))
+            self.flush()
             return
         self._sequences[handle] = sequence
 
@@ -80,6 +84,11 @@ class DecodeStream:
         self._load = load
         self._wake.set()
 
+    def flush(self) -> None:
+        """Send what gathered. Emissions alone do not: a step makes many, and the next one is more urgent."""
+        if self._pending:
+            self._wake.set()
+
     async def frames(self) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         """Frames to send, as they become due; endless."""
         while True:
@@ -95,7 +104,6 @@ class DecodeStream:
         if emission.finish_reason is not None or emission.error is not None:
             self._sequences.pop(handle, None)
         self._pending.setdefault(handle, []).append(emission)
-        self._wake.set()
 
     def _next_batch(self) -> verifier_pb2.TokenBatch:
         batch = verifier_pb2.TokenBatch()
@@ -146,7 +154,7 @@ class DecodeHandler:
         stream = DecodeStream(self._loop, self._intake, hello.hello.router_id, hello.hello.initial_credit)
         await context.write(self._welcome())
         self._streams.add(stream)
-        self.report_load(force=True)
+        self._report(self._loop.load(), self._streams)
         writer = asyncio.create_task(write_all(context, stream.frames()))
         _log.info("router connected", router=stream.router_id)
         try:
@@ -158,11 +166,25 @@ class DecodeHandler:
             stream.close()
             _log.info("router disconnected", router=stream.router_id)
 
-    def report_load(self, force: bool = False) -> None:
-        """Tell all routers what this verifier can still take, if that changed."""
+    def update(self) -> None:
+        """Send all routers their tokens, and what this verifier can still take if that changed."""
         load = self._loop.load()
-        if not force and load == self._last_load:
-            return
+        if self._differs(load):
+            self._report(load, self._streams)
+        for stream in self._streams:
+            stream.flush()
+
+    def _differs(self, load: Load) -> bool:
+        """Whether routers must know: a few KV blocks come and go with every step."""
+        told = self._last_load
+        few = self._total_blocks // _UNTOLD_SHARE_OF_BLOCKS
+        return (
+            told is None
+            or replace(told, free_blocks=load.free_blocks) != load
+            or abs(told.free_blocks - load.free_blocks) > few
+        )
+
+    def _report(self, load: Load, streams: Iterable[DecodeStream]) -> None:
         self._last_load = load
         report = verifier_pb2.LoadReport(
             sequences=load.sequences,
@@ -171,7 +193,7 @@ class DecodeHandler:
             draining=load.draining,
             speculators=load.speculators,
         )
-        for stream in self._streams:
+        for stream in streams:
             stream.report(report)
 
     def _take(self, stream: DecodeStream, request: verifier_pb2.DecodeRequest) -> None:
@@ -196,6 +218,7 @@ class DecodeHandler:
                 max_context_tokens=self._config.max_context_tokens,
                 max_sequences=self._config.max_sequences,
                 dtype=self._config.dtype,
+                acceptance_rules=[codec.acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
             )
         )
 

@@ -12,10 +12,10 @@ from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.drafting import CommitNotice, Speculator
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import CommitNotice, Speculator
 from treeserve_wire import codec
 from treeserve_wire.credits import Credits, CreditWindow
 from treeserve_wire.server import ServicerContext, write_all
@@ -49,6 +49,7 @@ class DraftStream:
             budget=budget,
             traceparent=submission.traceparent,
             prompt_tokens=sequence.prompt_len,
+            acceptance=codec.acceptance_rule_to_proto(submission.limits.acceptance.rule),
         )
         self._wake.set()
 
@@ -135,7 +136,13 @@ class DraftHandler:
         await context.write(self._welcome())
         speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
         writer = asyncio.create_task(write_all(context, stream.frames()))
-        _log.info("speculator connected", speculator=speculator.name, sources=speculator.sources)
+        rules = codec.known_acceptance_rules(hello.acceptance_rules)
+        _log.info(
+            "speculator connected",
+            speculator=speculator.name,
+            sources=speculator.sources,
+            acceptance_rules=sorted(rule.label for rule in rules),
+        )
         window = CreditWindow(_PROPOSAL_WINDOW)
         try:
             async for request in requests:

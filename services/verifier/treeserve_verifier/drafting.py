@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
 from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
+from treeserve_verifier.pacing import MAX_INTERVAL, Pace
+from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator
 
-_LATENCY_SMOOTHING = 0.2
-_MISSES_BEFORE_IGNORED = 3
-_ASKS_REMEMBERED = 8
-
-
-@dataclass(frozen=True)
-class CommitNotice:
-    """Tokens committed for a sequence, as a speculator is told.
-
-    Attributes:
-        base_committed_len: committed length before them.
-        budget: nodes the next tree may have.
-        top_token_ids: for each committed token what the target held most probable in its place; empty if not wanted.
-    """
-
-    handle: int
-    base_committed_len: int
-    token_ids: tuple[int, ...]
-    budget: int
-    top_token_ids: tuple[tuple[int, ...], ...] = ()
-
-
-class DraftOutbox(Protocol):
-    """Where a speculator's messages gather until its stream sends them. None of these may block."""
-
-    def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
-        """A new sequence to draft for."""
-
-    def commit(self, notice: CommitNotice) -> None:
-        """Progress of an assigned sequence."""
-
-    def release(self, handle: int) -> None:
-        """The sequence is no longer this speculator's."""
-
-
-@dataclass(eq=False)
-class Speculator:
-    """An attached speculator.
-
-    Attributes:
-        sources: names of its draft sources, in the order of its source mask bits.
-        source_bits: for each of them its bit among all sources this verifier has met.
-        latency_s: smoothed time from a commit to its tree, however late; 0 before the first.
-        heard_at: clock time of its last tree.
-        misses: steps in a row it let wait in vain.
-        missed_at: clock time of the last of them.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    source_bits: tuple[int, ...]
-    outbox: DraftOutbox
-    wants_top_tokens: bool = False
-    next_handle: int = 1
-    sequences: dict[int, Sequence] = field(default_factory=dict)
-    latency_s: float = 0.0
-    heard_at: float = 0.0
-    misses: int = 0
-    missed_at: float = 0.0
-
-    @property
-    def responsive(self) -> bool:
-        """Whether waiting for its trees is worth it at present."""
-        return self.misses < _MISSES_BEFORE_IGNORED
+_PRIOR_SMOOTHING = 0.05
+_WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
 
 
 @dataclass(eq=False)
@@ -82,43 +24,73 @@ class _Seat:
     """A sequence at one speculator.
 
     Attributes:
-        asked: whether a tree was asked for at `asked_at`: a budget of 0 asks for none.
-        asked_for: committed lengths for which trees were asked and did not come, and when; the last few.
-        proposal: the newest tree that came and is not used yet.
-        answered_len: base of the newest tree taken.
+        told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
+        pace: what its trees are worth here, and how often it is asked.
+        top_token_ids: of the tokens that it was not told yet, if it wants them.
+        tree: what is left of its newest tree under the present root.
+        tree_base: committed length for which that was drawn.
+        offered: whether a step could use it.
     """
 
     speculator: Speculator
     handle: int
-    asked_at: float = 0.0
-    asked: bool = False
-    asked_for: dict[int, float] = field(default_factory=dict)
-    proposal: DraftProposal | None = None
-    answered_len: int = 0
+    pace: Pace
+    told_len: int = 0
+    top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    tree: TokenTree | None = None
+    tree_base: int = 0
+    offered: bool = False
 
-    def ask(self, committed_len: int, now: float, budget: int) -> None:
-        """The speculator is told how far the sequence is and how many nodes may follow."""
-        self.asked_at, self.asked = now, budget > 0
-        if self.asked:
-            self.asked_for[committed_len] = now
-            if len(self.asked_for) > _ASKS_REMEMBERED:
-                del self.asked_for[next(iter(self.asked_for))]
+    @property
+    def waits(self) -> bool:
+        """Whether a tree was asked for and did not come."""
+        return self.handle in self.speculator.asked
 
 
 class DraftDesk:
-    """Assigns sequences to speculators and keeps their newest trees. Owns all seats; runs on the event loop only.
+    """Assigns sequences to speculators, paces the asking, and keeps the trees. Runs on the event loop only.
 
     Speculators with the same sources share the sequences between them; those with different sources draft side by
     side, and their trees are merged.
+
+    When to wait: the trees that a step lacks are expected to save
+
+        gain_s = token_s * sum over their sequences of max(0, saves - depth of the tree at hand)
+
+    of plain decoding, and hold up the whole step for the speculator's usual latency. The step waits if 1.5 latency_s <
+    gain_s, and no longer than gain_s after the speculator was last heard: a pause never costs more than what was hoped
+    for. Otherwise it decodes at once, and the next step uses a tree that comes meanwhile, if what was committed lies in
+    it.
+
+    When to ask: after each tree, `Pace` decides how many tokens later the next is asked for; until then the speculator
+    is sent nothing, and the tokens go with the ask. A tree pays if token_s * saves exceeds its share of 1.5 latency_s,
+    which the sequences that are asked for at every step cause together.
+
+    Args:
+        max_wait_s: bound on any wait.
+        budget_of: nodes the next tree of a sequence may have.
+        prices: what tokens and rows cost at present.
+
+    Attributes:
+        asks: trees asked for.
+        late: trees that came when nothing of them fitted any more.
     """
 
-    def __init__(self, clock: Callable[[], float], max_wait_s: float, budget_of: Callable[[Sequence], int]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        max_wait_s: float,
+        budget_of: Callable[[Sequence], int],
+        prices: Callable[[], Prices],
+    ) -> None:
         self._clock = clock
         self._max_wait_s = max_wait_s
-        self._budget_of = budget_of  # nodes the next tree of a sequence may have
+        self._budget_of = budget_of
+        self._prices = prices
         self._speculators: list[Speculator] = []
         self._seats: dict[Sequence, list[_Seat]] = {}
         self._source_names: list[str] = []
+        self.asks = 0
         self.late = 0
 
     @property
@@ -166,28 +138,35 @@ class DraftDesk:
     def close(self, sequence: Sequence) -> None:
         """The sequence ended: release it everywhere."""
         for seat in self._seats.pop(sequence, ()):
-            del seat.speculator.sequences[seat.handle]
-            seat.speculator.outbox.release(seat.handle)
+            speculator = seat.speculator
+            del speculator.sequences[seat.handle]
+            speculator.asked.pop(seat.handle, None)
+            speculator.eager -= seat.pace.eager
+            if seat.told_len > 0:
+                speculator.outbox.release(seat.handle)
 
     def wants_top_tokens(self, sequence: Sequence) -> bool:
         """Whether a speculator of the sequence asked for the target's most probable tokens."""
         return any(seat.speculator.wants_top_tokens for seat in self._seats.get(sequence, ()))
 
-    def committed(self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Tell the sequence's speculators what was committed after `base_len`, and start waiting for their trees."""
-        now, budget = self._clock(), self._budget_of(sequence)
+    def committed(
+        self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...], spent: float = 0.0
+    ) -> None:
+        """Tokens were committed after `base_len`: move the trees along, and ask for the next where one is due.
+
+        Args:
+            spent: what the step's draft nodes for the sequence cost, in tokens.
+        """
+        new = sequence.tokens[base_len:]
         for seat in self._seats.get(sequence, ()):
-            if seat.asked and seat.answered_len < base_len:
-                self._count_miss(seat, now)
-            seat.ask(len(sequence.tokens), now, budget)
-            notice = CommitNotice(
-                seat.handle,
-                base_len,
-                tuple(sequence.tokens[base_len:]),
-                budget,
-                top_token_ids if seat.speculator.wants_top_tokens else (),
-            )
-            seat.speculator.outbox.commit(notice)
+            if seat.speculator.wants_top_tokens and seat.told_len > 0:
+                seat.top_token_ids += top_token_ids
+            if self._score(seat.pace, new, spent if seat.offered else None):
+                self._adapt(seat)
+            self._move_along(seat, new)
+            # An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
+            if len(sequence.tokens) - seat.told_len >= (MAX_INTERVAL if seat.waits else seat.pace.interval):
+                self._ask(sequence, seat)
 
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
         """Take a tree. Returns its sequence, or None if that ended in the meantime.
@@ -202,87 +181,113 @@ class DraftDesk:
                 raise NotFoundError(f"handle {handle} was never assigned on this stream")
             return None
         seat = next(s for s in self._seats[sequence] if s.speculator is speculator)
-        self._learn_latency(seat, proposal.base_committed_len)
+        base = proposal.base_committed_len
+        if seat.waits and base == seat.told_len:
+            speculator.heard(handle, self._clock())
+            seat.pace.follow(proposal.tree)
+            if self._score(seat.pace, sequence.tokens[base:], spent=None):
+                self._adapt(seat)
         try:
-            proposal.rebased(sequence.tokens)
+            tree = proposal.rebased(sequence.tokens)
         except StaleBaseError:
             self.late += 1
             raise
-        if proposal.base_committed_len < seat.answered_len:
-            return sequence  # reordered: a newer tree is here already
-        seat.proposal = proposal
-        seat.answered_len = proposal.base_committed_len
+        if base >= seat.tree_base:  # else reordered: a newer tree is here already
+            seat.tree, seat.tree_base, seat.offered = _unless_empty(tree), base, False
         return sequence
 
     def tree(self, sequence: Sequence) -> TokenTree | None:
         """The merged tree under the sequence's present root; None if no speculator has one."""
         trees: list[TokenTree] = []
         for seat in self._seats.get(sequence, ()):
-            if seat.proposal is None:
-                continue
-            try:
-                trees.append(self._with_global_sources(seat.speculator, seat.proposal.rebased(sequence.tokens)))
-            except StaleBaseError:
-                self.late += 1
-                seat.proposal = None
+            if seat.tree is not None:
+                seat.offered = True
+                trees.append(self._with_global_sources(seat.speculator, seat.tree))
         return merge(trees) if trees else None
 
-    def wait_until(self, sequence: Sequence) -> float:
-        """Clock time until which the sequence's next step should wait for trees; in the past if it is ready."""
-        deadlines = [
-            self._wait_until(seat)
-            for seat in self._seats.get(sequence, ())
-            if seat.asked and seat.answered_len < len(sequence.tokens) and seat.speculator.responsive
-        ]
-        return max(deadlines, default=0.0)
+    def wait_until(self, sequences: SequenceOf[Sequence]) -> float:
+        """Clock time until which a step that decodes these sequences should wait for trees; in the past for not."""
+        missing: defaultdict[Speculator, float] = defaultdict(float)
+        for sequence in sequences:
+            for seat in self._seats.get(sequence, ()):
+                if seat.waits and seat.told_len == len(sequence.tokens):
+                    at_hand = max(seat.tree.depths) if seat.tree is not None else 0
+                    missing[seat.speculator] += max(0.0, seat.pace.saves - at_hand)
+        if not missing:
+            return 0.0
+        token_s = self._prices().token_s
+        return max(self._wait_until(speculator, token_s * tokens) for speculator, tokens in missing.items())
 
-    def _wait_until(self, seat: _Seat) -> float:
-        """Clock time until which the seat's tree is worth waiting for: a while longer than it usually takes."""
-        latency_s = seat.speculator.latency_s
-        return seat.asked_at + (min(self._max_wait_s, 2.0 * latency_s + 0.002) if latency_s else self._max_wait_s)
+    def _wait_until(self, speculator: Speculator, gain_s: float) -> float:
+        bound_s = min(gain_s, self._max_wait_s)
+        return speculator.silent_since + bound_s if _WORTH * speculator.latency_s < bound_s else 0.0
 
-    def _learn_latency(self, seat: _Seat, answered_len: int) -> None:
-        """A tree arrived. A late one counts too: else only those within the present wait would ever be seen."""
-        now, speculator = self._clock(), seat.speculator
-        speculator.heard_at = now
-        asked_at = seat.asked_for.pop(answered_len, None)
-        if asked_at is None:
+    def _score(self, pace: Pace, new: SequenceOf[int], spent: float | None) -> bool:
+        """Follow the tree along new tokens; `spent` is None if the step had no tree. True if the tree ended."""
+        if spent is None:
+            return pace.committed(new, 1.0 - self._prices().row)
+        pace.spend(spent)
+        return pace.committed(new[:-1], 1.0) or pace.committed(new[-1:], 0.0)  # the bonus token was not accepted
+
+    def _move_along(self, seat: _Seat, new: SequenceOf[int]) -> None:
+        if seat.tree is not None:
+            left = seat.tree.rerooted(new)
+            self.late += left is None and not seat.offered
+            seat.tree = None if left is None else _unless_empty(left)
+        seat.offered = seat.offered and seat.tree is not None
+
+    def _adapt(self, seat: _Seat) -> None:
+        """A tree's end is known: pace the asks for the next ones."""
+        speculator, pace = seat.speculator, seat.pace
+        speculator.saves += _PRIOR_SMOOTHING * (pace.saves - speculator.saves)
+        gain_s = self._prices().token_s * pace.saves
+        speculator.eager -= pace.eager
+        pace.adapt(gain_s * (speculator.eager + 1) > _WORTH * speculator.latency_s)
+        speculator.eager += pace.eager
+
+    def _ask(self, sequence: Sequence, seat: _Seat) -> None:
+        """Ask for a tree, unless none would pay."""
+        budget = self._budget_of(sequence)
+        if budget == 0:
             return
-        latency_s = now - asked_at
-        weight = _LATENCY_SMOOTHING if speculator.latency_s else 1.0
-        speculator.latency_s += weight * (latency_s - speculator.latency_s)
-        if latency_s <= self._max_wait_s:
-            speculator.misses = 0
-
-    def _count_miss(self, seat: _Seat, now: float) -> None:
-        """A step ran without the seat's tree: a miss if waiting longer is no use, but one for all seats of the step."""
-        speculator = seat.speculator
-        silent = speculator.heard_at <= seat.asked_at and now > self._wait_until(seat)
-        if (silent or now - seat.asked_at > self._max_wait_s) and seat.asked_at >= speculator.missed_at:
-            speculator.misses += 1
-            speculator.missed_at = now
+        new, top_token_ids = tuple(sequence.tokens[seat.told_len :]), tuple(seat.top_token_ids)
+        notice = CommitNotice(seat.handle, seat.told_len, new, budget, top_token_ids)
+        if seat.told_len == 0:
+            seat.speculator.outbox.assign(seat.handle, sequence, budget)
+        else:
+            seat.speculator.outbox.commit(notice)
+        seat.told_len = len(sequence.tokens)
+        seat.top_token_ids.clear()
+        seat.speculator.ask(seat.handle, self._clock())
+        self.asks += 1
 
     def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
+        now = self._clock()
         same = [speculator for speculator in self._speculators if speculator.sources == sources]
-        return min(same, key=lambda s: (not s.responsive, len(s.sequences)), default=None)
+        return min(same, key=lambda s: (s.is_silent(now, self._max_wait_s), len(s.sequences)), default=None)
 
     def _seat(self, sequence: Sequence, speculator: Speculator) -> None:
         handle = speculator.next_handle
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
-        budget = self._budget_of(sequence)
-        seat = _Seat(speculator, handle)
-        seat.ask(len(sequence.tokens), self._clock(), budget)
+        speculator.eager += 1
+        seat = _Seat(speculator, handle, Pace(min(1.0, speculator.saves)))
         self._seats[sequence].append(seat)
-        speculator.outbox.assign(handle, sequence, budget)
+        if self._budget_of(sequence) > 0:  # read the prompt meanwhile: trees are asked for once there is a root
+            speculator.outbox.assign(handle, sequence, 0)
+            seat.told_len = len(sequence.tokens)
 
     @staticmethod
     def _with_global_sources(speculator: Speculator, tree: TokenTree) -> TokenTree:
-        if tree.source_masks is None:
+        bits = speculator.source_bits
+        if tree.source_masks is None or bits == tuple(range(len(bits))):
             return tree
-        masks = tuple(_translate(mask, speculator.source_bits) for mask in tree.source_masks)
-        return TokenTree(tree.token_ids, tree.parents, tree.log_probs, masks)
+        return replace(tree, source_masks=tuple(_translate(mask, bits) for mask in tree.source_masks))
 
 
 def _translate(mask: int, bits: Iterable[int]) -> int:
     return sum(1 << bit for k, bit in enumerate(bits) if mask >> k & 1)
+
+
+def _unless_empty(tree: TokenTree) -> TokenTree | None:
+    return tree if len(tree) > 1 else None

@@ -9,6 +9,7 @@ from opentelemetry import trace
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
+from treeserve_core.outcome import SpeculationStats
 from treeserve_core.sampling import check_token_ids
 from treeserve_engine.accept import SequenceSampler
 from treeserve_text.assembler import TextAssembler
@@ -51,10 +52,12 @@ class Intake:
                 "treeserve.request_id": submission.request_id,
                 "treeserve.prompt_tokens": len(submission.prompt_token_ids),
                 "treeserve.replayed_tokens": len(submission.generated_token_ids),
+                "treeserve.acceptance": submission.limits.acceptance.rule.label,
             },
         )
         tokens = [*submission.prompt_token_ids, *submission.generated_token_ids]
-        return Sequence(next(self._seq_ids), submission, emit, sampler, watch, tokens, span=span)
+        stats = SpeculationStats(acceptance=submission.limits.acceptance.rule)
+        return Sequence(next(self._seq_ids), submission, emit, sampler, watch, tokens, stats, span=span)
 
     def _sampler(self, submission: Submission) -> SequenceSampler:
         try:

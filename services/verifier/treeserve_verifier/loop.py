@@ -12,12 +12,13 @@ import structlog
 from treeserve_core.errors import UnavailableError
 from treeserve_core.proposal import DraftProposal
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.drafting import DraftDesk, DraftOutbox, Speculator
-from treeserve_verifier.executor import StepExecutor, StepResult
+from treeserve_verifier.drafting import DraftDesk
+from treeserve_verifier.executor import ExecutedStep, StepExecutor, StepResult
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Candidate, StepPlan, StepPlanner
+from treeserve_verifier.planner import Candidate, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import DraftOutbox, Speculator
 
 _log = structlog.get_logger(__name__)
 
@@ -36,7 +37,11 @@ class VerifyLoop:
     """Runs steps while there are sequences.
 
     All methods belong to the event loop; the executor alone runs in a thread, and while it does, the sequences of its
-    plan are its own. `observers` are called whenever the load may have changed.
+    plan are its own. `observers` are called when sequences emitted something or the load may have changed; after a
+    step, not before the next one is under way or there is nothing to run: what they do delays no step.
+
+    Args:
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class VerifyLoop:
         executor: StepExecutor,
         cost: CostModel,
         metrics: VerifierMetrics,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._desk = desk
@@ -54,8 +60,10 @@ class VerifyLoop:
         self._executor = executor
         self._cost = cost
         self._metrics = metrics
+        self._clock = clock
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
+        self._uncounted: ExecutedStep | None = None
         self._draining = False
         self._idle = asyncio.Event()  # nothing is left while draining
         self.observers: list[Callable[[], None]] = []
@@ -108,6 +116,7 @@ class VerifyLoop:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         async with self._stepping:
             self._scheduler.fail_all("the verifier shuts down")
+        self._notify()
 
     async def run(self) -> None:
         """Step until cancelled."""
@@ -120,16 +129,17 @@ class VerifyLoop:
         """One step, as docs/architecture.md tells it."""
         plan = self._scheduler.reserve(self._planner.plan(self._candidates()))
         if not plan.sequences:
+            self._catch_up()
             await asyncio.sleep(0)
             return
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
-        step = await self._executor.run(plan, wanting)
+        step = await self._executor.run(plan, wanting, self._catch_up)
         if step.forward_ms:
             self._cost.observe(plan.rows, step.forward_ms)
-        self._count_step(plan, step.forward_ms)
+        self._uncounted = step
+        node_cost = self._planner.node_cost(plan)
         for result in step.results:
-            self._settle(result)
-        self._notify()
+            self._settle(result, node_cost)
 
     def _candidates(self) -> list[Candidate]:
         for sequence in self._scheduler.admit():
@@ -142,22 +152,28 @@ class VerifyLoop:
 
     async def _until_ready(self) -> None:
         """Return when a step should run: there is work, and no tree worth waiting for is missing."""
-        clock = asyncio.get_running_loop().time
+        waiting_since: float | None = None
         while True:
             self._changed.clear()
-            if len(self._scheduler) > 0:
-                decoding = [s for s in self._scheduler.running if self._scheduler.uncomputed(s) == 1]
-                wait_s = max((self._desk.wait_until(s) for s in decoding), default=0.0) - clock()
-                if wait_s <= 0:
-                    return
-            else:
-                wait_s = None
-            try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
-            except TimeoutError:
-                return
+            if len(self._scheduler) == 0:
+                self._catch_up()
+                await self._changed.wait()
+                continue
+            decoding = [s for s in self._scheduler.running if self._scheduler.uncomputed(s) == 1]
+            now, until = self._clock(), self._desk.wait_until(decoding)
+            if until <= now:
+                break
+            if waiting_since is None:
+                waiting_since = now
+                self._catch_up()
+            alarm = asyncio.get_running_loop().call_later(until - now, self._changed.set)
+            await self._changed.wait()
+            alarm.cancel()
+        if waiting_since is not None:
+            self._metrics.tree_waits.inc()
+            self._metrics.tree_wait_seconds.inc(now - waiting_since)
 
-    def _settle(self, result: StepResult) -> None:
+    def _settle(self, result: StepResult, node_cost: float) -> None:
         sequence = result.planned.sequence
         if result.error is not None:
             _log.error("sequence failed", request_id=sequence.submission.request_id, exc_info=result.error)
@@ -167,32 +183,19 @@ class VerifyLoop:
         self._scheduler.settle(result.planned, result.outcome)
         if result.outcome is None:
             return
-        self._count_outcome(result)
         if result.outcome.finish_reason is None and not sequence.cancelled:
-            self._desk.committed(sequence, base_len, result.top_token_ids)
+            nodes = result.planned.rows - result.planned.chunk
+            self._desk.committed(sequence, base_len, result.top_token_ids, spent=node_cost * nodes)
+
+    def _catch_up(self) -> None:
+        """Do what a step left for later: count it, and have its tokens sent."""
+        if self._uncounted is not None:
+            self._metrics.count(self._uncounted, self._desk.source_names)
+            self._uncounted = None
+        self._notify()
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:
             self._idle.set()
         for observer in self.observers:
             observer()
-
-    def _count_step(self, plan: StepPlan, forward_ms: float) -> None:
-        self._metrics.step_duration.observe(forward_ms / 1e3)
-        self._metrics.step_rows.observe(plan.rows)
-        self._metrics.prefill_tokens.inc(sum(p.chunk - (p.tree is not None) for p in plan.sequences))
-
-    def _count_outcome(self, result: StepResult) -> None:
-        outcome, tree = result.outcome, result.planned.tree
-        assert outcome is not None and tree is not None
-        self._metrics.emitted_tokens.inc(len(outcome.token_ids))
-        if len(tree) == 1:
-            return
-        self._metrics.drafts.inc()
-        self._metrics.draft_tokens.inc(len(tree) - 1)
-        self._metrics.accepted_tokens.inc(len(outcome.accepted_nodes))
-        for depth, node in enumerate(outcome.accepted_nodes):
-            self._metrics.accepted_per_pos.labels(depth).inc()
-            if tree.source_masks is not None:
-                for source in self._desk.source_names(tree.source_masks[node]):
-                    self._metrics.accepted_per_source.labels(source).inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.exactness import measure_divergence
 from treeserve_engine.loading import load_model
+from treeserve_engine.memory_limits import available_bytes
+from treeserve_engine.memory_plan import MemoryPlan, ModelSizes, megabytes
+from treeserve_engine.precision import Precision, choose_precision
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
@@ -45,6 +49,7 @@ class Engine:
     """The loaded model.
 
     Attributes:
+        precision: what it computes with.
         divergence: how far a token's logits depend on what is computed with it: 0 where output is exact.
         thread: where it was loaded and where all its steps run.
     """
@@ -53,6 +58,7 @@ class Engine:
     tokenizer: Tokenizer
     identity: ModelIdentity
     cost: CostModel
+    precision: Precision
     divergence: float
     thread: ThreadPoolExecutor
 
@@ -69,7 +75,17 @@ def load_engine(config: VerifierConfig) -> Engine:
 
 def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     tokenizer = Tokenizer.from_folder(config.model_folder)
-    model = load_model(config.model_folder, dtype=config.dtype, device=config.device, threads=config.threads)
+    precision = choose_precision(config.model_folder, config.dtype, config.kv_dtype, config.device)
+    _log.info("precision", dtype=precision.dtype, kv_dtype=precision.kv_dtype, reason=precision.reason)
+    _check_memory(config, precision)
+    model = load_model(
+        config.model_folder,
+        dtype=precision.dtype,
+        kv_dtype=precision.kv_dtype,
+        device=config.device,
+        threads=config.threads,
+        cache_dir=config.cache_dir,
+    )
     vocab_size = model.config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise InvalidArgumentError("model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}")
@@ -82,7 +98,21 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     identity = ModelIdentity(
         config.model_name, tokenizer.hash, tokenizer.vocab_size, vocab_size, tokenizer.eos_token_ids
     )
-    return Engine(runner, tokenizer, identity, cost, divergence, thread)
+    return Engine(runner, tokenizer, identity, cost, precision, divergence, thread)
+
+
+def _check_memory(config: VerifierConfig, precision: Precision) -> None:
+    plan = MemoryPlan.of(
+        ModelSizes.of(config.model_folder),
+        precision,
+        device=config.device,
+        num_blocks=config.kv_tokens // config.block_size,
+        block_size=config.block_size,
+        rows=config.step_rows,
+    )
+    available = available_bytes(config.device)
+    _log.info("memory plan", **plan.table(), available=megabytes(available))
+    plan.check(available)
 
 
 class Verifier:
@@ -90,23 +120,37 @@ class Verifier:
 
     def __init__(self, config: VerifierConfig, engine: Engine, tracer: trace.Tracer, metrics: VerifierMetrics) -> None:
         window = engine.runner.model.config.max_position_embeddings
-        config = replace(config, max_context_tokens=min(config.max_context_tokens, window))
+        config = replace(
+            config,
+            max_context_tokens=min(config.max_context_tokens, window),
+            dtype=engine.precision.dtype,
+            kv_dtype=engine.precision.kv_dtype,
+        )
         self._config = config
         self.blocks = engine.runner.blocks
         self._thread = engine.thread
         planner = StepPlanner(config, engine.cost)
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic  # uvloop's own counts milliseconds: as long as a tree takes
         self._desk = DraftDesk(
-            clock, config.draft_wait_ms / 1e3, lambda s: planner.draft_budget(s, len(self._scheduler))
+            clock,
+            config.draft_wait_ms / 1e3,
+            lambda s: planner.draft_budget(s, len(self._scheduler)),
+            lambda: planner.prices(len(self._scheduler.running)),
         )
         self._scheduler = Scheduler(config, self.blocks, self._sequence_ended)
         self.loop = VerifyLoop(
-            self._scheduler, self._desk, planner, StepExecutor(engine.runner, engine.thread), engine.cost, metrics
+            self._scheduler,
+            self._desk,
+            planner,
+            StepExecutor(engine.runner, engine.thread, engine.identity.vocab_size),
+            engine.cost,
+            metrics,
+            clock,
         )
         intake = Intake(config, engine.identity, engine.tokenizer, tracer)
         decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)
         draft = DraftHandler(config, engine.identity, self.loop, metrics)
-        self.loop.observers.append(decode.report_load)
+        self.loop.observers.append(decode.update)
         self.server = ServiceServer(config.listen, SERVICE_NAME, reflection=config.reflection)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(decode, draft), self.server.grpc)
         self._export(metrics, engine.divergence)
@@ -136,6 +180,7 @@ class Verifier:
         watch("treeserve_verifier_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
         watch("treeserve_verifier_speculators", "Attached speculators", lambda: len(self._desk.speculators))
         watch("treeserve_verifier_logits_divergence", "Batch dependence of logits; 0 is exact", lambda: divergence)
+        watch_total("treeserve_verifier_tree_asks", "Trees asked for", lambda: self._desk.asks)
         watch_total("treeserve_verifier_late_trees", "Trees that came too late", lambda: self._desk.late)
         watch_total("treeserve_verifier_preemptions", "Sequences preempted", lambda: self._scheduler.preemptions)
 

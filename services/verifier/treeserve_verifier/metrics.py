@@ -8,7 +8,30 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-_STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+from treeserve_core.acceptance import AcceptanceRule
+from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.tree import TokenTree
+from treeserve_verifier.executor import ExecutedStep
+
+_STEP_BUCKETS_S = (
+    0.002,
+    0.003,
+    0.004,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.035,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+)
 _ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 
 
@@ -39,9 +62,19 @@ class VerifierMetrics:
             registry=registry,
         )
         self.emitted_tokens = Counter("treeserve_verifier_emitted_tokens", "Tokens emitted", registry=registry)
+        self.emitted_per_acceptance = Counter(
+            "treeserve_verifier_emitted_tokens_per_acceptance",
+            "Tokens emitted, by the request's acceptance rule and whether that is lossy",
+            ["acceptance", "lossy"],
+            registry=registry,
+        )
         self.prefill_tokens = Counter("treeserve_verifier_prefill_tokens", "Prompt tokens computed", registry=registry)
         self.rejected_proposals = Counter(
             "treeserve_verifier_rejected_proposals", "Proposals refused, by status code", ["code"], registry=registry
+        )
+        self.tree_waits = Counter("treeserve_verifier_tree_waits", "Steps that waited for a tree", registry=registry)
+        self.tree_wait_seconds = Counter(
+            "treeserve_verifier_tree_wait_seconds", "Time that steps waited for trees", registry=registry
         )
         self.step_duration = Histogram(
             "treeserve_verifier_step_duration_seconds",
@@ -53,6 +86,37 @@ class VerifierMetrics:
             "treeserve_verifier_step_rows", "Rows of one step", buckets=_ROW_BUCKETS, registry=registry
         )
         self._registry = registry
+
+    def count(self, step: ExecutedStep, source_names: Callable[[int], list[str]]) -> None:
+        """Count a finished step.
+
+        Args:
+            source_names: names of the draft sources in a node's mask.
+        """
+        planned = [result.planned for result in step.results]
+        self.step_duration.observe(step.forward_ms / 1e3)
+        self.step_rows.observe(sum(p.rows for p in planned))
+        self.prefill_tokens.inc(sum(p.chunk - (p.tree is not None) for p in planned))
+        for result in step.results:
+            if result.outcome is not None and result.planned.tree is not None:
+                rule = result.planned.sequence.submission.limits.acceptance.rule
+                self._count_outcome(result.outcome, result.planned.tree, rule, source_names)
+
+    def _count_outcome(
+        self, outcome: VerifyOutcome, tree: TokenTree, rule: AcceptanceRule, source_names: Callable[[int], list[str]]
+    ) -> None:
+        self.emitted_tokens.inc(len(outcome.token_ids))
+        self.emitted_per_acceptance.labels(rule.label, str(rule.is_lossy).lower()).inc(len(outcome.token_ids))
+        if len(tree) == 1:
+            return
+        self.drafts.inc()
+        self.draft_tokens.inc(len(tree) - 1)
+        self.accepted_tokens.inc(len(outcome.accepted_nodes))
+        for depth, node in enumerate(outcome.accepted_nodes):
+            self.accepted_per_pos.labels(depth).inc()
+            if tree.source_masks is not None:
+                for source in source_names(tree.source_masks[node]):
+                    self.accepted_per_source.labels(source).inc()
 
     def watch_total(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Export a count kept elsewhere, read when scraped."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.planner import PlannedSequence, StepPlan
@@ -115,7 +117,7 @@ class Scheduler:
         self, planned: PlannedSequence, preempted: set[Sequence], reserved: set[Sequence]
     ) -> PlannedSequence | None:
         seq_id = planned.sequence.seq_id
-        if not self._blocks.can_reserve(seq_id, planned.rows) and planned.tree is not None:
+        if not self._blocks.can_reserve(seq_id, planned.most_rows) and planned.tree is not None:
             planned = PlannedSequence(planned.sequence, planned.chunk, planned.tree.subtree(()))
         while not self._blocks.can_reserve(seq_id, planned.rows):
             victim = next((s for s in reversed(self._running) if s not in reserved), None)
@@ -147,7 +149,7 @@ class Scheduler:
         sequence.tokens.extend(outcome.token_ids)
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
         sequence.stats.record(drafted, len(outcome.accepted_nodes))
-        self._calibrate(sequence, planned.expected, len(outcome.accepted_nodes))
+        self._calibrate(planned, outcome)
         emission = Emission(
             offset,
             outcome.token_ids,
@@ -170,11 +172,16 @@ class Scheduler:
         else:
             self._end(sequence, Emission(sequence.output_len, (), error=error))
 
-    def _calibrate(self, sequence: Sequence, expected: float, accepted: int) -> None:
-        """Learn how far the drafters' probabilities hold. `expected` counts with the present calibration."""
-        if expected == 0.0:  # nothing was tried: forgive slowly, or a bad start would end drafting for good
-            sequence.calibration += _FORGIVENESS * (1.0 - sequence.calibration)
-            return
+    def _calibrate(self, planned: PlannedSequence, outcome: VerifyOutcome) -> None:
+        """Learn how far the drafters' probabilities hold. What is expected counts with the present calibration."""
+        sequence, expected, accepted = planned.sequence, planned.expected, len(outcome.accepted_nodes)
+        if expected == 0.0:
+            # Nothing was tried. Of a tree that was there the emitted token judges the first level; else forgive slowly.
+            if planned.untried is None:
+                sequence.calibration += _FORGIVENESS * (1.0 - sequence.calibration)
+                return
+            expected = sequence.calibration * _first_level(planned.untried)
+            accepted = int(planned.untried.child(0, outcome.token_ids[0]) is not None)
         ratio = min((accepted + 0.5) / (expected + 0.5), 2.0)  # the halves keep small trees from swinging it
         sequence.calibration *= 1.0 + _CALIBRATION_SMOOTHING * (ratio - 1.0)
         self._prior += _PRIOR_SMOOTHING * (sequence.calibration - self._prior)
@@ -196,3 +203,8 @@ class Scheduler:
     def _blocks_for_all(self, *sequences: Sequence) -> int:
         """Blocks for the tokens of these sequences, and one each to grow into: a fresh one is not preempted at once."""
         return sum(-(-len(s.tokens) // self._config.block_size) + 1 for s in sequences)
+
+
+def _first_level(tree: TokenTree) -> float:
+    """Probability that one of the root's children comes true, as the drafters see it."""
+    return sum(math.exp(tree.path_log_probs[child]) for child in tree.children[0])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treeserve_core.noise import gumbel
+from treeserve_core.draws import MAX_SUPPORT, Draws, draw_log_prob
+from treeserve_core.noise import UniformStream, gumbel, uniforms
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 
@@ -44,6 +45,26 @@ def best_children(
         total = _log_sum_exp(scores)
     order = np.lexsort((ids, -scores))[:count]
     return ids[order].tolist(), np.minimum(scores[order] - total, 0.0).tolist()
+
+
+def draw_children(logits: npt.NDArray[np.float32], sampling: SamplingParams, position: int, count: int) -> Draws:
+    """`count` independent draws of the token at a position, from the most probable ones at the request's temperature.
+
+    Nothing here may depend on the noise with which the target decides; the draws have a stream of their own.
+
+    Args:
+        logits: float32[vocab] without padding.
+        position: absolute position of the token to draw.
+    """
+    ids = _top_ids(logits, MAX_SUPPORT)
+    scores = logits[ids].astype(np.float64) / sampling.temperature
+    weights = np.exp(scores - scores.max())
+    travelling = (weights / weights.sum()).astype(np.float32)  # as the verifier will see them
+    ids, travelling = ids[travelling > 0.0], travelling[travelling > 0.0]
+    reached = np.cumsum(travelling.astype(np.float64))
+    u = uniforms(sampling.seed, position, UniformStream.DRAFTER, count)
+    drawn = ids[np.searchsorted(reached, np.minimum(u * reached[-1], np.nextafter(reached[-1], 0.0)), side="right")]
+    return Draws(tuple(drawn.tolist()), tuple(ids.tolist()), tuple(travelling.tolist()))
 
 
 def _top_ids(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
@@ -83,6 +104,7 @@ class TreeGrowth:
         self.depths = [0]
         self._log_probs = [0.0]
         self._path_log_probs = [0.0]
+        self._draws: dict[int, Draws] = {}
         self._children: dict[tuple[int, int], int] = {}
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -118,11 +140,25 @@ class TreeGrowth:
             self._log_probs.append(log_prob)
             self._path_log_probs.append(self._path_log_probs[node] + log_prob)
 
+    def expand_by(self, node: int, draws: Draws) -> None:
+        """Add what was drawn below a node. It is ranked by draw order alone: its tokens must not matter."""
+        self._draws[node] = draws
+        ranks = {token_id: rank for rank, token_id in reversed(list(enumerate(draws.token_ids)))}
+        tokens = list(dict.fromkeys(draws.token_ids))
+        self.expand(node, tokens, [draw_log_prob(ranks[token_id]) for token_id in tokens])
+
+    def num_draws(self, node: int, most: int) -> int:
+        """How many draws below a node are worth it: at least 1, whatever was drawn so far elsewhere."""
+        least = math.log(self._limits.min_probability)
+        worth = sum(self._path_log_probs[node] + draw_log_prob(rank) >= least for rank in range(most))
+        return max(1, worth)
+
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that carries `token_id`, or None."""
         return self._children.get((node, token_id))
 
     def tree(self) -> TokenTree:
         """The best candidates as a tree."""
-        everything = TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self._log_probs))
+        draws = tuple(self._draws.get(node) for node in range(len(self.token_ids))) if self._draws else None
+        everything = TokenTree(tuple(self.token_ids), tuple(self.parents), tuple(self._log_probs), draws=draws)
         return everything.pruned(self._limits.max_nodes)

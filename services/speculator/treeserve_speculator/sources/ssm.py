@@ -1,31 +1,39 @@
 """Drafts with a small language model: level by level, all sequences and all nodes of a level in one forward pass.
 
-The only module of the speculator that needs torch; it is imported when a draft model is configured.
+The only module of the speculator that loads a model; it is imported when one is configured.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
+import structlog
 
+from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import BITS_PER_WORD, TokenTree
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.config import load_config
-from treeserve_engine.model import LlamaModel
+from treeserve_engine.interface import Model
+from treeserve_engine.loading import load_model
+from treeserve_engine.memory_limits import available_bytes
+from treeserve_engine.memory_plan import MemoryPlan, ModelSizes, megabytes
+from treeserve_engine.precision import AUTO, choose_precision
 from treeserve_engine.runner import ModelRunner
+from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
-from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, best_children
+from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, best_children, draw_children
 from treeserve_text.tokenizer import Tokenizer
 
 _BLOCK_SIZE = 16
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TYPICAL_ROWS = 256  # of a large pass: two chunks of catching up, or trees for many sequences
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -246,10 +254,16 @@ class SsmSource:
 
     def _expand(self, job: _Job, draft: _Draft, logits: npt.NDArray[np.float32]) -> None:
         """Give every node of the level its children. logits: float32[nodes of the level, padded vocabulary]."""
+        sampling, rule, growth = job.state.sampling, job.state.acceptance, draft.growth
+        if rule is AcceptanceRule.TYPICAL:  # probable tokens pass, whatever the noise would have drawn
+            sampling = replace(sampling, temperature=0.0)
         for node, row in zip(draft.level, logits, strict=True):
-            position = draft.base_len + draft.growth.depths[node]
-            children = best_children(row[: self._limits.vocab_size], job.state.sampling, position, job.limits.width)
-            draft.growth.expand(node, *children)
+            row, position = row[: self._limits.vocab_size], draft.base_len + growth.depths[node]
+            if rule is AcceptanceRule.MULTI_STEP and not sampling.is_greedy:
+                count = growth.num_draws(node, job.limits.width)
+                growth.expand_by(node, draw_children(row, sampling, position, count))
+            else:
+                growth.expand(node, *best_children(row, sampling, position, job.limits.width))
 
     def _reserve(self, job: _Job, rows: int) -> bool:
         """Reserve rows; false, and the sequence forgotten, if others have taken the room meanwhile."""
@@ -279,14 +293,38 @@ def build(settings: SourceSettings) -> SsmSource:
         raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
     if Tokenizer.from_folder(folder).hash != settings.tokenizer_hash:
         raise InvalidArgumentError("ssm_folder", f"the tokenizer of {folder.name} is not the target's")
-    torch.set_num_threads(config.threads)
-    model_config = load_config(folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = LlamaModel.load(folder, model_config, _DTYPES[config.ssm_dtype], device)
-    runner = ModelRunner(model, num_blocks=-(-config.ssm_kv_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
+    num_blocks = -(-config.ssm_kv_tokens // _BLOCK_SIZE)
+    model = _load(config, folder, num_blocks)
+    runner = ModelRunner(model, num_blocks, _BLOCK_SIZE)
     limits = SsmLimits(
-        vocab_size=min(settings.vocab_size, model_config.vocab_size),
-        max_position=model_config.max_position_embeddings,
+        vocab_size=min(settings.vocab_size, model.config.vocab_size),
+        max_position=model.config.max_position_embeddings,
         depth=min(config.ssm_depth, config.max_depth),
     )
     return SsmSource(runner, limits, settings.eos_token_ids)
+
+
+def _load(config: SpeculatorConfig, folder: Path, num_blocks: int) -> Model:
+    """The draft model, if it and its KV cache fit into memory."""
+    device = _device()
+    precision = choose_precision(folder, config.ssm_dtype, AUTO, device)
+    plan = MemoryPlan.of(
+        ModelSizes.of(folder),
+        precision,
+        device=device,
+        num_blocks=num_blocks,
+        block_size=_BLOCK_SIZE,
+        rows=_TYPICAL_ROWS,
+    )
+    available = available_bytes(device)
+    _log.info("draft model", dtype=precision.dtype, **plan.table(), available=megabytes(available))
+    plan.check(available, "ssm_kv_tokens")
+    return load_model(folder, dtype=precision.dtype, device=device, threads=config.threads, cache_dir=config.cache_dir)
+
+
+def _device() -> str:
+    if not Path("/dev/nvidiactl").exists():
+        return "cpu"
+    import torch  # to ask it is worth the while only where there may be a GPU
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

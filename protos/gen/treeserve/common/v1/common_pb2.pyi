@@ -19,6 +19,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AcceptanceRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AcceptanceRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACCEPTANCE_RULE_UNSPECIFIED: _AcceptanceRule.ValueType  # 0
+    """As REPLAY."""
+    ACCEPTANCE_RULE_REPLAY: _AcceptanceRule.ValueType  # 1
+    """The default: bit for bit the tokens that the request gives with speculation disabled."""
+    ACCEPTANCE_RULE_MULTI_STEP: _AcceptanceRule.ValueType  # 2
+    """Multi-step speculative sampling (SpecInfer): the same distribution as plain decoding, not the same tokens. The
+    tokens depend on the drafted trees too, so a seed does not give them again.
+    """
+    ACCEPTANCE_RULE_TYPICAL: _AcceptanceRule.ValueType  # 3
+    """Typical acceptance: LOSSY. Tokens that are probable enough pass; the output follows another distribution."""
+
+class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
+    """How drafted tokens are accepted. At temperature 0 all rules give the tokens of plain decoding; above, only replay does."""
+
+ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
+"""As REPLAY."""
+ACCEPTANCE_RULE_REPLAY: AcceptanceRule.ValueType  # 1
+"""The default: bit for bit the tokens that the request gives with speculation disabled."""
+ACCEPTANCE_RULE_MULTI_STEP: AcceptanceRule.ValueType  # 2
+"""Multi-step speculative sampling (SpecInfer): the same distribution as plain decoding, not the same tokens. The
+tokens depend on the drafted trees too, so a seed does not give them again.
+"""
+ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 3
+"""Typical acceptance: LOSSY. Tokens that are probable enough pass; the output follows another distribution."""
+Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
+
 class _ServiceClass:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -212,21 +244,42 @@ class SpeculationOptions(_message.Message):
 
     DISABLED_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
+    TYPICAL_DELTA_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
-    """Decode plainly: one token a step."""
+    """Decode plainly: one token a step. Excludes any acceptance rule but replay."""
     max_nodes: _builtins.int
     """Draft at most this many nodes a step, the root not counted; 0 leaves it to the verifier."""
+    acceptance: Global___AcceptanceRule.ValueType
+    """How drafted tokens are accepted. Only replay (the default) is bit-identical with speculation disabled."""
+    typical_epsilon: _builtins.float
+    """Of TYPICAL alone: a drafted token passes if its probability exceeds min(epsilon, delta * exp(-entropy)).
+    Range (0, 1]; unset means 0.09.
+    """
+    typical_delta: _builtins.float
+    """Range (0, 1]; unset means 0.3."""
     def __init__(
         self,
         *,
         disabled: _builtins.bool = ...,
         max_nodes: _builtins.int = ...,
+        acceptance: Global___AcceptanceRule.ValueType = ...,
+        typical_epsilon: _builtins.float | None = ...,
+        typical_delta: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disabled", b"disabled", "max_nodes", b"max_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "disabled", b"disabled", "max_nodes", b"max_nodes", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__typical_delta: _TypeAlias = _typing.Literal["typical_delta"]  # noqa: Y015
+    _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta"]  # noqa: Y015
+    _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
+    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_delta) -> _WhichOneofReturnType__typical_delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
 
 Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 
@@ -328,12 +381,18 @@ class SpeculationStats(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_DEPTH_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Verify steps that emitted tokens."""
     drafted: _builtins.int
     """Draft nodes verified (roots not counted)."""
     accepted: _builtins.int
     """Draft nodes accepted."""
+    acceptance: Global___AcceptanceRule.ValueType
+    """The rule in force."""
+    lossy: _builtins.bool
+    """Set if that rule is lossy: the output does not follow the target model's distribution."""
     @_builtins.property
     def accepted_per_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted nodes by depth: element d counts nodes accepted at depth d + 1."""
@@ -345,10 +404,12 @@ class SpeculationStats(_message.Message):
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         accepted_per_depth: _abc.Iterable[_builtins.int] | None = ...,
+        acceptance: Global___AcceptanceRule.ValueType = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_per_depth", b"accepted_per_depth", "drafted", b"drafted", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "accepted", b"accepted", "accepted_per_depth", b"accepted_per_depth", "drafted", b"drafted", "lossy", b"lossy", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,14 +183,17 @@ class Started(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     model: _builtins.str
     """The model that serves it."""
     seed: _builtins.int
-    """The seed in force: with it the same request gives the same tokens."""
+    """The seed in force: with it the same request gives the same tokens (under acceptance by replay)."""
     prompt_tokens: _builtins.int
     """Length of the prompt in tokens."""
+    acceptance: _common_pb2.AcceptanceRule.ValueType
+    """The acceptance rule in force. A router that does not know of rules leaves it unspecified: then it is replay."""
     def __init__(
         self,
         *,
@@ -198,10 +201,11 @@ class Started(_message.Message):
         model: _builtins.str = ...,
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        acceptance: _common_pb2.AcceptanceRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

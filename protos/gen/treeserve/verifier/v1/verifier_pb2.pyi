@@ -70,6 +70,7 @@ class DecodeWelcome(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     verifier_id: _builtins.str
@@ -84,6 +85,10 @@ class DecodeWelcome(_message.Message):
     def model(self) -> _common_pb2.ModelIdentity:
         """The model it serves."""
 
+    @_builtins.property
+    def acceptance_rules(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.AcceptanceRule.ValueType]:
+        """Acceptance rules it knows. Replay always is; a router submits no sequence under a rule that is not here."""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class DecodeWelcome(_message.Message):
         max_context_tokens: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        acceptance_rules: _abc.Iterable[_common_pb2.AcceptanceRule.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "dtype", b"dtype", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +482,7 @@ class DraftHello(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     speculator_id: _builtins.str
@@ -492,6 +499,12 @@ class DraftHello(_message.Message):
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its draft sources; bit k of TreeProposal.source_masks stands for the k-th. At most 16."""
 
+    @_builtins.property
+    def acceptance_rules(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.AcceptanceRule.ValueType]:
+        """Acceptance rules it drafts for in particular. Trees are sound under any rule, but one that does not know MULTI_STEP
+        sends no draws, and one that does not know TYPICAL couples its trees to the sampler's noise: fewer are accepted.
+        """
+
     def __init__(
         self,
         *,
@@ -501,10 +514,11 @@ class DraftHello(_message.Message):
         sources: _abc.Iterable[_builtins.str] | None = ...,
         initial_credit: _builtins.int = ...,
         wants_top_tokens: _builtins.bool = ...,
+        acceptance_rules: _abc.Iterable[_common_pb2.AcceptanceRule.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_credit", b"initial_credit", "model", b"model", "protocol_version", b"protocol_version", "sources", b"sources", "speculator_id", b"speculator_id", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "initial_credit", b"initial_credit", "model", b"model", "protocol_version", b"protocol_version", "sources", b"sources", "speculator_id", b"speculator_id", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -549,6 +563,46 @@ class DraftWelcome(_message.Message):
 Global___DraftWelcome: _TypeAlias = DraftWelcome  # noqa: Y015
 
 @_typing.final
+class NodeDraws(_message.Message):
+    """Independent draws for the children of one node, under ACCEPTANCE_RULE_MULTI_STEP."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SUPPORT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    node: _builtins.int
+    """The node."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Drawn tokens in draw order, repeats included; each is a child of the node. 1 to 64."""
+
+    @_builtins.property
+    def support(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that could be drawn, different ones. 1 to 64."""
+
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their probabilities, each > 0, which sum to 1 within 1e-3; the draws were made with them divided by their sum."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        support: _abc.Iterable[_builtins.int] | None = ...,
+        weights: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "support", b"support", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeDraws: _TypeAlias = NodeDraws  # noqa: Y015
+
+@_typing.final
 class TreeProposal(_message.Message):
     """A token tree for one sequence."""
 
@@ -561,6 +615,7 @@ class TreeProposal(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     SOURCE_MASKS_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
+    DRAWS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The sequence."""
     base_committed_len: _builtins.int
@@ -583,6 +638,10 @@ class TreeProposal(_message.Message):
     def source_masks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which sources drew each node, one bit per entry of DraftHello.sources; empty or one per node."""
 
+    @_builtins.property
+    def draws(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDraws]:
+        """What was drawn, at most one entry per node. A node's children that were not drawn were proposed outright."""
+
     def __init__(
         self,
         *,
@@ -593,10 +652,11 @@ class TreeProposal(_message.Message):
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         source_masks: _abc.Iterable[_builtins.int] | None = ...,
         draft_us: _builtins.int = ...,
+        draws: _abc.Iterable[Global___NodeDraws] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_committed_len", b"base_committed_len", "draft_us", b"draft_us", "handle", b"handle", "log_probs", b"log_probs", "parents", b"parents", "source_masks", b"source_masks", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_committed_len", b"base_committed_len", "draft_us", b"draft_us", "draws", b"draws", "handle", b"handle", "log_probs", b"log_probs", "parents", b"parents", "source_masks", b"source_masks", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +760,7 @@ class Assignment(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the verifier, not in use on this stream."""
     budget: _builtins.int
@@ -708,6 +769,8 @@ class Assignment(_message.Message):
     """W3C traceparent of the request's span; empty for none."""
     prompt_tokens: _builtins.int
     """Length of the prompt inside token_ids."""
+    acceptance: _common_pb2.AcceptanceRule.ValueType
+    """How drafted tokens will be accepted."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and output so far."""
@@ -725,10 +788,11 @@ class Assignment(_message.Message):
         budget: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        acceptance: _common_pb2.AcceptanceRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "handle", b"handle", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "budget", b"budget", "handle", b"handle", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,75 @@
+"""A step's forward pass and acceptance where the logits stay on the device that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treeserve_core.acceptance import AcceptanceRule
+from treeserve_engine.batch import SequenceRows
+from treeserve_engine.device_accept import DeviceOutcome, TreeToAccept, accept_on_device
+from treeserve_engine.interface import DeviceModel
+from treeserve_engine.runner import ModelRunner
+from treeserve_verifier.executor import Accepted
+from treeserve_verifier.planner import PlannedSequence
+
+AcceptOnHost = Callable[[PlannedSequence, npt.NDArray[np.float32]], Accepted]
+
+
+def forward_on_device(
+    runner: ModelRunner,
+    model: DeviceModel,
+    planned: SequenceOf[PlannedSequence],
+    rows: SequenceOf[SequenceRows],
+    accept_on_host: AcceptOnHost,
+    *,
+    top_tokens: int,
+    top_tokens_for: Collection[int],
+    vocab_size: int,
+) -> list[Callable[[], Accepted]]:
+    """Compute a step's rows and replay its trees; for each sequence what gives its outcome, or raises its error.
+
+    Args:
+        model: the runner's.
+        accept_on_host: accepts a tree from its logits on the host, by the rules that the device does not know.
+        top_tokens: most probable tokens for each emitted one, of the sequences `top_tokens_for`.
+    """
+
+    def num_top(p: PlannedSequence) -> int:
+        return top_tokens if p.sequence.seq_id in top_tokens_for else 0
+
+    logits, offsets = runner.compute(rows, model.device_logits)
+    trees = {
+        i: TreeToAccept(p.tree, p.sequence.sampler, p.sequence.stops_at, num_top(p))
+        for i, p in enumerate(planned)
+        if p.tree is not None and _is_replayed(p)
+    }
+    outcomes: dict[int, DeviceOutcome] = {}
+    if trees:
+        own = [logits[offsets[i] : offsets[i + 1]] for i in trees]
+        whole = logits if sum(map(len, own)) == len(logits) else torch.cat(own)
+        outcomes = dict(zip(trees, accept_on_device(whole, list(trees.values()), vocab_size), strict=True))
+    elif logits.is_cuda:
+        torch.cuda.synchronize()  # the step's time is measured
+
+    def accepting(i: int) -> Callable[[], Accepted]:
+        if i in outcomes:
+            return lambda: _unwrapped(outcomes[i])
+        return lambda: accept_on_host(planned[i], logits[offsets[i] : offsets[i + 1]].cpu().numpy())
+
+    return [accepting(i) for i in range(len(planned))]
+
+
+def _is_replayed(planned: PlannedSequence) -> bool:
+    sequence = planned.sequence
+    return sequence.sampler.is_greedy or sequence.submission.limits.acceptance.rule is AcceptanceRule.REPLAY
+
+
+def _unwrapped(result: DeviceOutcome) -> Accepted:
+    if result.outcome is None:
+        raise result.error or RuntimeError("neither outcome nor error")
+    return result.outcome, result.top_token_ids
