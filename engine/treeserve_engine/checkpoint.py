@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_engine.config import load_config
-from treeserve_engine.weights import weight_files
+from treeserve_engine.config import is_llama_like, load_config
+from treeserve_engine.made_once import content_hash, make_once
+from treeserve_engine.weight_files import weight_files
 
 # Part of the cache key: raise it when a conversion of the same file comes out differently.
-_CONVERSION_VERSION = b"1"
+_CONVERSION_VERSION = 1
+# What transformers makes a tokenizer of, where there is no tokenizer.json.
+_TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "vocab.txt", "spiece.model")
 
 
 def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], None]) -> Path:
     """A folder with config.json, tokenizer.json and safetensors weights, in Hugging Face's layout.
 
-    A folder is checked and returned as it is. A .gguf file is converted once into
+    A folder is checked and returned as it is, unless its tokenizer has to be converted: then one that refers to it is
+    made in `cache_dir`. A .gguf file is converted once into
     `cache_dir`/<name>-<content hash> (float32, which holds every dequantised value exactly) and reused afterwards.
     The conversion appears under its final name only when it is complete, so an interrupted one is never reused.
 
@@ -31,47 +32,30 @@ def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], 
         InvalidArgumentError: if `source` does not exist or is a model that the engine does not support.
     """
     if source.is_dir():
-        return _checked(source)
+        return _with_tokenizer(_checked(source), cache_dir, progress)
     if not source.is_file():
         raise InvalidArgumentError("model", f"{source} does not exist")
     if source.suffix.lower() != ".gguf":
         raise InvalidArgumentError("model", f"{source} is neither a checkpoint folder nor a .gguf file")
-    target = cache_dir / f"{source.stem}-{_content_hash(source)}"
-    if not target.is_dir():  # asked before locking, so that a filled cache may be read-only
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f".{target.name}.lock"):
-            if not target.is_dir():
-                _convert_into(target, source, progress)
+    target = cache_dir / f"{source.stem}-{_name_hash(source, cache_dir)}"
+    make_once(target, target.is_dir, lambda folder: _convert(source, folder, progress))
     return _checked(target)
-
-
-def _convert_into(target: Path, source: Path, progress: Callable[[str], None]) -> None:
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed conversion left
-    unfinished.mkdir()
-    try:
-        _convert(source, unfinished, progress)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, so that services which start together convert a file once."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it, and so does dying
-        yield
 
 
 def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
     # Imported here: most starts find a converted folder and need neither gguf nor the tokenizer builder.
     from treeserve_engine.gguf_file import GgufFile
     from treeserve_engine.gguf_tokenizer import write_tokenizer
-    from treeserve_engine.gguf_weights import write_config, write_weights
+    from treeserve_engine.gguf_weights import ARCHITECTURES, write_config, write_weights
 
+    folder.mkdir()
     progress(f"reading {source}")
     file = GgufFile(source)
+    if file.architecture not in ARCHITECTURES:
+        from treeserve_engine.gguf_transformers import convert_through_transformers
+
+        convert_through_transformers(source, file, folder, progress)
+        return
     write_config(file, folder)
     load_config(folder)  # refuse an unsupported model before the long part
     progress("converting the tokenizer")
@@ -81,14 +65,47 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
 
 
 def _checked(folder: Path) -> Path:
-    load_config(folder)
+    if is_llama_like(folder):
+        load_config(folder)
+    else:
+        from treeserve_engine.transformers_config import read_transformers_config
+
+        read_transformers_config(folder)
     weight_files(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise InvalidArgumentError("model", f"{folder} holds no tokenizer.json")
     return folder
 
 
-def _content_hash(path: Path) -> str:
-    """The first 16 hex digits of SHA-256 over the conversion's version and the whole file (0.2 s for 100 MB)."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.sha256(_CONVERSION_VERSION)).hexdigest()[:16]
+def _with_tokenizer(folder: Path, cache_dir: Path, progress: Callable[[str], None]) -> Path:
+    """The folder if it holds a tokenizer.json, else one in `cache_dir` that refers to its files and holds one."""
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    sources = sorted(path for path in folder.iterdir() if path.name in _TOKENIZER_FILES)
+    if not sources:
+        raise InvalidArgumentError("model", f"{folder} holds no tokenizer.json, nor {', '.join(_TOKENIZER_FILES)}")
+    content = "".join(content_hash(path, cache_dir) for path in sources)
+    name = hashlib.sha256(f"{_CONVERSION_VERSION} {folder.resolve()} {content}".encode()).hexdigest()[:16]
+    target = cache_dir / f"{folder.name}-{name}"
+    make_once(target, target.is_dir, lambda made: _add_tokenizer(folder, made, progress))
+    return target
+
+
+def _add_tokenizer(folder: Path, made: Path, progress: Callable[[str], None]) -> None:
+    from transformers import AutoTokenizer
+
+    progress(f"{folder} holds no tokenizer.json: converting its vocabulary")
+    made.mkdir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer.save_pretrained(made)
+    except Exception as error:  # whatever transformers and the files raise
+        raise InvalidArgumentError("model", f"no tokenizer.json can be made of {folder}: {error}") from error
+    if not (made / "tokenizer.json").is_file():
+        raise InvalidArgumentError("model", f"{folder} has a tokenizer that only Python code can run")
+    for path in folder.iterdir():
+        if path.is_file() and not (made / path.name).exists():
+            (made / path.name).symlink_to(path.resolve())
+
+
+def _name_hash(source: Path, cache_dir: Path) -> str:
+    """16 hex digits of a hash over the conversion's version and the whole file."""
+    return hashlib.sha256(f"{_CONVERSION_VERSION} {content_hash(source, cache_dir)}".encode()).hexdigest()[:16]

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.gguf_file import GgufFile
-from treeserve_engine.weights import SINGLE_FILE
+from treeserve_engine.weight_files import SINGLE_FILE
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 _OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -42,17 +42,17 @@ def write_config(file: GgufFile, folder: Path) -> None:
         InvalidArgumentError: if the architecture or something the file states about it is not supported.
     """
     arch = file.architecture
-    if arch not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
+    if arch not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         raise InvalidArgumentError("model", f"GGUF architecture {arch!r} is not supported ({supported} are)")
     heads = file.integer(f"{arch}.attention.head_count")
     hidden_size = file.integer(f"{arch}.embedding_length")
     head_dim = file.integer(f"{arch}.attention.key_length", hidden_size // heads)
     _check_attention(file, head_dim)
     names = file.tensor_names
-    token_ids = _special_token_ids(file)
+    token_ids = special_token_ids(file)
     config = {
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden_size,
@@ -145,7 +145,7 @@ def _check_attention(file: GgufFile, head_dim: int) -> None:
         )
 
 
-def _special_token_ids(file: GgufFile) -> dict[str, Any]:
+def special_token_ids(file: GgufFile) -> dict[str, Any]:
     """Ids for config.json and generation_config.json; end-of-turn and end-of-message ids end a generation too."""
     ends = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     eos = sorted({token_id for token_id in ends if token_id is not None})

@@ -4,25 +4,72 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from treeserve_engine.config import load_config
+import structlog
+
+from treeserve_engine.config import ModelConfig, is_llama_like, load_config
 from treeserve_engine.interface import Model
+from treeserve_engine.made_once import default_cache_dir
+from treeserve_engine.precision import AUTO, Precision, choose_precision
+
+_log = structlog.get_logger(__name__)
 
 
-def load_model(folder: Path, *, dtype: str, device: str, threads: int) -> Model:
+def load_model(
+    folder: Path, *, dtype: str, device: str, threads: int, kv_dtype: str = AUTO, cache_dir: Path | None = None
+) -> Model:
     """Load a Hugging Face folder in the calling thread, which must also run it.
 
     Args:
         folder: holds config.json and safetensors weights.
-        dtype: "float32" or "bfloat16".
+        dtype, kv_dtype: see `choose_precision`.
         device: torch's name of it.
         threads: CPU threads of a forward pass.
+        cache_dir: where int8 weights are kept; by default the user's cache folder.
 
     Raises:
         InvalidArgumentError: if the model or the combination is not supported.
     """
+    precision = choose_precision(folder, dtype, kv_dtype, device)
+    if precision.dtype == "int8":
+        return _load_int8(folder, precision, threads, cache_dir or default_cache_dir())
+
+    import torch
+
+    torch.set_num_threads(threads)
+    torch_dtype, torch_device = getattr(torch, precision.dtype), torch.device(device)
+    if is_llama_like(folder):
+        from treeserve_engine.cuda_model import CudaLlamaModel
+        from treeserve_engine.model import LlamaModel
+
+        llama = CudaLlamaModel if torch_device.type == "cuda" else LlamaModel
+        return llama.load(folder, _checked_config(folder), torch_dtype, torch_device)
+
+    from treeserve_engine.transformers_model import TransformersModel
+
+    return TransformersModel.load(folder, torch_dtype, torch_device)
+
+
+def _load_int8(folder: Path, precision: Precision, threads: int, cache_dir: Path) -> Model:
+    from treeserve_engine.packed_weights import packed_weights
+
+    config = _checked_config(folder)
+    weights = packed_weights(folder, cache_dir, _log.info)
+    if precision.is_native:
+        from treeserve_engine.native_model import NativeModel
+
+        return NativeModel(config, weights, kv_dtype=precision.kv_dtype, threads=threads)
+
     import torch
 
     from treeserve_engine.model import LlamaModel
 
+    _log.warning("the native decoder is not built here: torch computes int8 in its place, which is much slower")
     torch.set_num_threads(threads)
-    return LlamaModel.load(folder, load_config(folder), getattr(torch, dtype), torch.device(device))
+    return LlamaModel.from_int8(config, weights, getattr(torch, precision.kv_dtype))
+
+
+def _checked_config(folder: Path) -> ModelConfig:
+    config = load_config(folder)
+    if config.max_position_embeddings == config.sliding_window:
+        _log.info("the context ends where the model's attention window does", tokens=config.sliding_window)
+    return config

@@ -94,7 +94,13 @@ class _Rows:
 
 
 def tree_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: TreeAttentionMeta, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: TreeAttentionMeta,
+    scale: float,
+    *,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its visible KV; see the module for what is exact.
 
@@ -106,6 +112,7 @@ def tree_attention(
         v_cache: like k_cache.
         meta: the visible KV of each row; the rows' own K and V are in the caches already.
         scale: factor of the scores.
+        softcap: scores s become softcap * tanh(s / softcap).
 
     Returns:
         [T, H, D], q's dtype.
@@ -114,17 +121,22 @@ def tree_attention(
     num_kv_heads = k_cache.shape[1]
     plan = meta.plan(num_heads, num_kv_heads)
     queries = q.reshape(num_rows * num_heads, head_dim)
-    outputs = [_attend(g, queries, k_cache.view(-1, head_dim), v_cache.view(-1, head_dim), scale) for g in plan.groups]
+    keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
+    outputs = [_attend(group, queries, keys, values, scale, softcap) for group in plan.groups]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.index_select(0, plan.output_index).view(q.shape).to(q.dtype)
 
 
-def _attend(group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(
+    group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
     num_sequences, _, num_rows, num_positions = group.mask.shape
     head_dim = q.shape[1]
     queries = q.index_select(0, group.query_index).float().mul_(scale).view(-1, num_rows, head_dim)
     k = keys.index_select(0, group.key_index).float().view(-1, num_positions, head_dim)
     weights = torch.bmm(queries, k.transpose(1, 2))
+    if softcap is not None:
+        weights.div_(softcap).tanh_().mul_(softcap)
     weights.view(num_sequences, -1, num_rows, num_positions).add_(group.mask)
     weights.sub_(weights.amax(-1, keepdim=True)).exp_().mul_(_WEIGHT_SCALE).round_()
     weights = weights.to(values.dtype)

@@ -29,7 +29,7 @@ def _visible_positions(shape: SequenceShape, node: int) -> list[int]:
     return [*range(shape.context_len), *reversed(path)]
 
 
-def _naive(inputs: AttentionInputs, sequences: list[SequenceShape]) -> torch.Tensor:
+def _naive(inputs: AttentionInputs, sequences: list[SequenceShape], softcap: float | None = None) -> torch.Tensor:
     """Row by row, head by head, over the parents themselves: no words, no masks, no batches."""
     meta, out = inputs.meta, torch.empty_like(inputs.q, dtype=torch.float64)
     group = inputs.q.shape[1] // inputs.k_cache.shape[1]
@@ -43,7 +43,10 @@ def _naive(inputs: AttentionInputs, sequences: list[SequenceShape]) -> torch.Ten
             for head in range(inputs.q.shape[1]):
                 k = inputs.k_cache[slots, head // group].double()
                 v = inputs.v_cache[slots, head // group].double()
-                out[row, head] = torch.softmax(k @ inputs.q[row, head].double() * inputs.scale, 0) @ v
+                scores = k @ inputs.q[row, head].double() * inputs.scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[row, head] = torch.softmax(scores, 0) @ v
             row += 1
     return out
 
@@ -67,6 +70,14 @@ def test_bfloat16_equals_the_naive_loop_within_its_rounding(heads):
     out = _twin(inputs)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), _naive(inputs, RAGGED), rtol=0, atol=2e-2)
+
+
+def test_capped_scores_equal_the_naive_loop():
+    inputs = random_inputs(RAGGED, HEADS[1], block_size=16, dtype=torch.float32)
+    capped = tree_attention(inputs.q, inputs.k_cache, inputs.v_cache, inputs.meta, inputs.scale, softcap=0.5)
+    expected = _naive(inputs, RAGGED, softcap=0.5)
+    torch.testing.assert_close(capped.double(), expected, rtol=0, atol=2e-6)
+    assert (expected - _naive(inputs, RAGGED)).abs().max() > 0.01
 
 
 def test_large_scores_do_not_overflow():

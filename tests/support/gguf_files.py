@@ -77,7 +77,7 @@ def write_gguf(
             writer.add_bool(key, value)
         elif value is not None:
             {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-    _add_vocabulary(writer, tokenizer, unused_tokens)
+    add_vocabulary(writer, tokenizer, unused_tokens)
     for name, values in tensors.items():
         data = _interleaved(name, values) if arch == "llama" else values
         kind = quantization if values.ndim == 2 else GGMLQuantizationType.F32
@@ -89,7 +89,7 @@ def write_gguf(
     return path
 
 
-def _add_vocabulary(writer: GGUFWriter, tokenizer: Tokenizer, unused_tokens: int) -> None:
+def add_vocabulary(writer: GGUFWriter, tokenizer: Tokenizer, unused_tokens: int) -> None:
     spec = json.loads(tokenizer.to_str())
     vocab = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     kinds = {
