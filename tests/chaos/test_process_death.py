@@ -35,6 +35,7 @@ def cluster(cache_dir: Path, model_folder: Path, tmp_path_factory: pytest.TempPa
         verifiers=2,
         threads=1,
         kv_tokens=8192,
+        settings=("verifier.draft_always=true",),
         grpc_port=0,
         http_port=0,
     )

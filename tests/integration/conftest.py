@@ -26,6 +26,22 @@ def cluster(
     cache_dir: Path, model_folder: Path, truth_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
     """The default model in float32, with every built-in draft source and one that disguises the truth."""
+    with _running("float32", cache_dir, model_folder, truth_file, tmp_path_factory) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def int8_cluster(
+    cache_dir: Path, model_folder: Path, truth_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    """The same in int8."""
+    with _running("int8", cache_dir, model_folder, truth_file, tmp_path_factory) as running:
+        yield running
+
+
+def _running(
+    dtype: str, cache_dir: Path, model_folder: Path, truth_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LocalCluster:
     os.environ["PYTHONPATH"] = str(TESTS)
     os.environ[TRUTH_VARIABLE] = str(truth_file)
     config = ClusterConfig(
@@ -33,10 +49,10 @@ def cluster(
         model_name="SmolLM2-135M-Instruct",
         cache_dir=cache_dir,
         run_dir=tmp_path_factory.mktemp("run"),
-        dtype="float32",
+        dtype=dtype,
         sources=("ngram", "suffix", "recycling", "support.shaped_drafts:build"),
+        settings=("verifier.draft_always=true",),  # whatever the machine's speed, trees are verified
         grpc_port=0,
         http_port=0,
     )
-    with LocalCluster(config) as running:
-        yield running
+    return LocalCluster(config)

@@ -14,13 +14,23 @@ PROMPTS = ("the quick brown fox", "one two three four", "def add(a, b):")
 
 
 @pytest.mark.timeout(120)
-def test_a_drafter_that_is_the_target_agrees_with_it_at_any_temperature(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_a_drafter_that_is_the_target_agrees_with_it_at_any_temperature(
+    tiny_model: Path, tmp_path: Path, dtype: str
+) -> None:
     config = ClusterConfig(
         model=tiny_model,
         drafter=tiny_model,
         sources=("ssm",),
+        dtype=dtype,
         run_dir=tmp_path / "run",
-        settings=("verifier.max_context_tokens=256", "verifier.draft_wait_ms=500", "speculator.ssm_kv_tokens=2048"),
+        settings=(
+            "verifier.max_context_tokens=256",
+            "verifier.draft_wait_ms=500",
+            "verifier.draft_always=true",
+            "speculator.ssm_kv_tokens=2048",
+            f"speculator.ssm_dtype={dtype}",
+        ),
         kv_tokens=2048,
         no_redis=True,
         grpc_port=0,

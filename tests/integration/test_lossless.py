@@ -14,7 +14,7 @@ from support.shaped_drafts import truth_key
 from support.tree_shapes import SHAPES
 
 from treeserve_cli.cluster import LocalCluster
-from treeserve_client import AsyncClient, Completion
+from treeserve_client import AsyncClient, Client, Completion
 
 TOKENS = 16
 SEEDS = 20
@@ -48,16 +48,30 @@ class Case:
         }
 
 
-CASES = [Case(seed, temperature) for temperature in (0.0, 0.7, 1.0) for seed in range(SEEDS)]
+@dataclass(frozen=True)
+class Mode:
+    """A cluster and what runs on it. float32 runs a quarter: it is slow, and every kind of parameters is in it."""
+
+    address: str
+    cases: list[Case]
+
+
+@pytest.fixture(scope="module", params=["int8", "float32"])
+def mode(request: pytest.FixtureRequest) -> Mode:
+    cluster: LocalCluster = request.getfixturevalue("int8_cluster" if request.param == "int8" else "cluster")
+    seeds = range(SEEDS if request.param == "int8" else SEEDS // 4)
+    with Client(cluster.grpc_address) as client:
+        assert [model.dtype for model in client.list_models()] == [request.param]
+    return Mode(cluster.grpc_address, [Case(seed, temperature) for temperature in (0.0, 0.7, 1.0) for seed in seeds])
 
 
 @pytest.fixture(scope="module")
-def plain(cluster: LocalCluster, truth_file: Path) -> dict[Case, tuple[int, ...]]:
+def plain(mode: Mode, truth_file: Path) -> dict[Case, tuple[int, ...]]:
     """What plain decoding, one request at a time, gives; the shaped source learns it too."""
 
     async def run() -> dict[Case, tuple[int, ...]]:
-        async with AsyncClient(cluster.grpc_address) as client:
-            done = {case: await client.complete(speculation=False, **case.params) for case in CASES}
+        async with AsyncClient(mode.address) as client:
+            done = {case: await client.complete(speculation=False, **case.params) for case in mode.cases}
         assert all(c.speculation.drafted == 0 for c in done.values())
         return {case: tuple(completion.token_ids) for case, completion in done.items()}
 
@@ -66,20 +80,20 @@ def plain(cluster: LocalCluster, truth_file: Path) -> dict[Case, tuple[int, ...]
     return tokens
 
 
-async def _decode(address: str, cases: list[Case], shape: str | None, batch: int) -> dict[Case, Completion]:
+async def _decode(mode: Mode, shape: str | None, batch: int) -> dict[Case, Completion]:
     """Run the cases, `batch` at a time; `shape` None decodes plainly."""
     places = asyncio.Semaphore(batch)
     options: dict[str, Any] = {"speculation": shape is not None}
     if shape is not None:
         options["logit_bias"] = {list(SHAPES).index(shape): 0.0}  # tells the source; changes nothing else
 
-    async with AsyncClient(address) as client:
+    async with AsyncClient(mode.address) as client:
 
         async def one(case: Case) -> Completion:
             async with places:
                 return await client.complete(**case.params, **options)
 
-        return dict(zip(cases, await asyncio.gather(*map(one, cases)), strict=True))
+        return dict(zip(mode.cases, await asyncio.gather(*map(one, mode.cases)), strict=True))
 
 
 def _check(done: dict[Case, Completion], plain: dict[Case, tuple[int, ...]]) -> int:
@@ -89,23 +103,19 @@ def _check(done: dict[Case, Completion], plain: dict[Case, tuple[int, ...]]) -> 
     return sum(completion.speculation.accepted for completion in done.values())
 
 
-async def test_a_batch_changes_nothing(cluster: LocalCluster, plain: dict[Case, tuple[int, ...]]) -> None:
-    _check(await _decode(cluster.grpc_address, CASES, None, batch=8), plain)
+async def test_a_batch_changes_nothing(mode: Mode, plain: dict[Case, tuple[int, ...]]) -> None:
+    _check(await _decode(mode, None, batch=8), plain)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_trees_change_nothing_in_a_batch(
-    cluster: LocalCluster, plain: dict[Case, tuple[int, ...]], shape: str
-) -> None:
-    done = await _decode(cluster.grpc_address, CASES, shape, batch=8)
+async def test_trees_change_nothing_in_a_batch(mode: Mode, plain: dict[Case, tuple[int, ...]], shape: str) -> None:
+    done = await _decode(mode, shape, batch=8)
     accepted = _check(done, plain)
     assert sum(c.speculation.drafted for c in done.values()) > 0
     if shape != "misleading":
-        assert accepted > len(CASES), "the trees must have been good for something, or nothing was tested"
+        assert accepted > len(mode.cases), "the trees must have been good for something, or nothing was tested"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_trees_change_nothing_alone(
-    cluster: LocalCluster, plain: dict[Case, tuple[int, ...]], shape: str
-) -> None:
-    _check(await _decode(cluster.grpc_address, CASES, shape, batch=1), plain)
+async def test_trees_change_nothing_alone(mode: Mode, plain: dict[Case, tuple[int, ...]], shape: str) -> None:
+    _check(await _decode(mode, shape, batch=1), plain)

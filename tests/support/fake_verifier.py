@@ -79,6 +79,7 @@ class FakeVerifier(VerifierServiceServicer):
             max_sequences=4,
             dtype="float32",
         )
+        self.welcome.acceptance_rules.extend(welcome.pop("acceptance_rules", ()))
         for name, value in welcome.items():
             setattr(self.welcome, name, value)
         self.streams: list[_Stream] = []

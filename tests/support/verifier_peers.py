@@ -18,6 +18,7 @@ from support.waiting import until as until
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.identity import PROTOCOL_VERSION
+from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.main import Engine, Verifier, load_engine
@@ -65,9 +66,11 @@ async def running_verifier(model: Path, socket_dir: Path, **changes: Any) -> Asy
         "listen": f"unix:{socket_dir}/verifier.sock",
         "kv_tokens": 2048,
         "max_context_tokens": 256,
+        "dtype": "float32",
         "threads": 1,
         "drain_s": 5.0,
         "draft_wait_ms": 200.0,
+        "draft_always": True,
     }
     config = VerifierConfig(**{**defaults, **changes})
     engine = load_engine(config)
@@ -211,6 +214,7 @@ class SpeculatorPeer(_Peer):
         self.rejections: asyncio.Queue[verifier_pb2.Rejection] = asyncio.Queue()
         self.assigned = asyncio.Event()
         self.commits: list[verifier_pb2.Commit] = []
+        self.assignments: list[verifier_pb2.Assignment] = []
 
     async def __aenter__(self) -> SpeculatorPeer:
         self.call = self._stub.Draft()
@@ -234,6 +238,7 @@ class SpeculatorPeer(_Peer):
     async def _take(self, update: verifier_pb2.DraftUpdate) -> None:
         due: dict[int, int] = {}
         for assignment in update.assignments:
+            self.assignments.append(assignment)
             self.tokens[assignment.handle] = list(assignment.token_ids)
             self.seeds[assignment.handle] = assignment.sampling.seed
             due[assignment.handle] = assignment.budget
@@ -251,6 +256,7 @@ class SpeculatorPeer(_Peer):
                 continue
             tree = self._draft(self.tokens[handle], budget, self.seeds[handle])
             if tree is not None:
+                tree = tree.pruned(budget, self.welcome.max_depth)
                 proposals.append(tree_message(handle, len(self.tokens[handle]), tree))
         if proposals:
             await self.propose(*proposals)
@@ -258,10 +264,4 @@ class SpeculatorPeer(_Peer):
 
 def tree_message(handle: int, base: int, tree: TokenTree) -> verifier_pb2.TreeProposal:
     """A proposal on the wire."""
-    return verifier_pb2.TreeProposal(
-        handle=handle,
-        base_committed_len=base,
-        token_ids=tree.token_ids,
-        parents=tree.parents,
-        log_probs=tree.log_probs or (),
-    )
+    return codec.proposal_to_proto(handle, DraftProposal(base, tree))

@@ -56,7 +56,8 @@ class VerifierConfig:
     prefill_rows: int = field(default=64, metadata=option("most prefill rows of a step that also decodes"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
     draft_always: bool = field(
-        default=False, metadata=option("wait for trees whether or not they are expected to pay: for tests")
+        default=False,
+        metadata=option("wait for and verify all that is drafted, whether or not it is expected to pay: for tests"),
     )
     drain_s: float = field(default=30.0, metadata=option("time to finish running sequences after SIGTERM"))
     reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))

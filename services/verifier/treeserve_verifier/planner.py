@@ -195,6 +195,8 @@ class StepPlanner:
         Whether a draw is verified must not depend on the token it brought, and the rest of the tree does: what follows
         the draw, and whether it repeats one. So the bound is the same whatever was drawn, unlike in `_paying`.
         """
+        if self._config.draft_always:
+            return list(rated)
         rows = max(1, self._config.max_nodes)
         plain_ms = self._cost.step_ms(roots)
         least = (self._cost.step_ms(roots + rows) - plain_ms) / rows * roots / plain_ms
@@ -202,6 +204,8 @@ class StepPlanner:
 
     def _paying(self, roots: int, taken: SequenceOf[float], f: SequenceOf[float]) -> int:
         """How many of the nodes, best first, maximise emitted tokens per unit time, beside roots and nodes taken."""
+        if self._config.draft_always:
+            return len(f)
         best, best_rate, emitted = 0, 0.0, roots + sum(taken)
         for n in range(len(f) + 1):
             if n > 0:

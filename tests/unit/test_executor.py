@@ -1,0 +1,60 @@
+"""The executor: what happens beside a step, and the tokens a target held most probable."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.sequences import VOCAB, make_sequence
+
+from treeserve_core.tree import TokenTree
+from treeserve_engine.batch import ForwardBatch
+from treeserve_engine.runner import ModelRunner
+from treeserve_verifier.executor import StepExecutor, _most_probable
+from treeserve_verifier.planner import PlannedSequence, StepPlan
+
+
+class SlowModel:
+    """A forward pass that ends only once it is let go. Token 5 wins, and padding beyond the vocabulary more."""
+
+    class config:  # noqa: N801 (as the engine's interface names it)
+        vocab_size = VOCAB + 4
+        max_position_embeddings = 64
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def new_kv(self, num_blocks: int, block_size: int) -> None:
+        """Nothing is kept."""
+
+    def forward(self, batch: ForwardBatch, kv: None) -> npt.NDArray[np.float32]:
+        assert self.let_go.wait(10.0), "nothing happened in the meantime"
+        logits = -np.arange(VOCAB + 4, dtype=np.float32)
+        logits[5], logits[VOCAB:] = 1.0, 2.0
+        return np.tile(logits, (len(batch.logits_indices), 1))
+
+
+async def test_what_waited_for_the_step_is_done_while_it_runs() -> None:
+    model, sequence = SlowModel(), make_sequence()
+    runner = ModelRunner(model, 8, 4)
+    runner.blocks.add(sequence.seq_id)
+    runner.blocks.reserve(sequence.seq_id, 1)
+    plan = StepPlan((PlannedSequence(sequence, 1, TokenTree.root_only(3)),))
+    with ThreadPoolExecutor(1) as thread:
+        executor = StepExecutor(runner, thread, VOCAB)
+        run = executor.run(plan, frozenset({sequence.seq_id}), meanwhile=model.let_go.set)
+        step = await asyncio.wait_for(run, 15.0)
+    assert step.results[0].outcome is not None and step.results[0].outcome.token_ids == (5,)
+    assert step.results[0].top_token_ids == ((5, *range(5), 6, 7),), "padding is no token"
+
+
+@pytest.mark.parametrize("vocab", [8, 9, 511, 520, 583, 2048, 49152, 49157])
+def test_the_most_probable_tokens_are_those_of_a_full_sort(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for logits in (rng.standard_normal(vocab), np.linspace(0, 1, vocab), np.linspace(1, 0, vocab)):
+        values = logits.astype(np.float32)
+        assert _most_probable(values) == tuple(np.argsort(-values, kind="stable")[:8])
