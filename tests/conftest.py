@@ -16,10 +16,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("TREESERVE_CACHE", REPOSITORY / ".cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Models that tests make are converted into a folder of this run, by the services they start too."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user-cache"))
+
+
 @pytest.fixture(scope="session")
 def model_folder(cache_dir: Path) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder."""
-    from treeserve_engine.checkpoint import prepare_checkpoint  # imports torch: only for tests that need it
+    from treeserve_engine.checkpoint import prepare_checkpoint
 
     source = cache_dir / "SmolLM2-135M-Instruct.gguf"
     assert source.exists(), "run `make setup` first: it fetches the default model"

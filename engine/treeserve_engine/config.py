@@ -10,7 +10,10 @@ from typing import Any
 
 from treeserve_core.errors import InvalidArgumentError
 
-_MODEL_TYPES = ("llama", "mistral", "qwen2")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Where config.json does not say, as in transformers.
+_MISTRAL_WINDOW = 4096
+_QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,12 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the output layer, padding included.
         head_dim: width of one attention head; num_heads * head_dim need not be hidden_size.
         rope_scaling: None for plain rotary positions.
+        max_position_embeddings: the context window. Within a sliding window attention is full attention, so a model
+            with one is served up to that length.
         qkv_bias: the query, key and value projections have a bias.
         output_bias: the attention's output projection has a bias.
+        qk_norm: each head's queries and keys are normalised before they are rotated.
+        sliding_window: tokens that attention reaches back, where the model limits it.
     """
 
     vocab_size: int
@@ -62,6 +69,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
+    qk_norm: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -82,13 +91,15 @@ def load_config(folder: Path) -> ModelConfig:
     Raises:
         InvalidArgumentError: if the file is missing or broken, or the model needs something this engine does not do.
     """
-    raw = _read_config(folder / "config.json")
+    raw = raw_config(folder)
     _check_supported(raw)
     rope = _rope_parameters(raw)
     num_heads = _required(raw, "num_attention_heads")
     hidden_size = _required(raw, "hidden_size")
-    is_qwen2 = raw["model_type"] == "qwen2"
+    is_qwen2, is_qwen3 = (raw["model_type"] == name for name in ("qwen2", "qwen3"))
     attention_bias = bool(raw.get("attention_bias", False))
+    window = _sliding_window(raw)
+    max_positions = _required(raw, "max_position_embeddings")
     return ModelConfig(
         vocab_size=_required(raw, "vocab_size"),
         hidden_size=hidden_size,
@@ -96,22 +107,39 @@ def load_config(folder: Path) -> ModelConfig:
         num_layers=_required(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or hidden_size // num_heads,
+        head_dim=raw.get("head_dim") or (_QWEN3_HEAD_DIM if is_qwen3 else hidden_size // num_heads),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(rope, raw),
-        max_position_embeddings=_required(raw, "max_position_embeddings"),
+        max_position_embeddings=max_positions if window is None else min(max_positions, window),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has it, and its config.json does not say so
         output_bias=attention_bias and not is_qwen2,
+        qk_norm=is_qwen3,
+        sliding_window=window,
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def is_llama_like(folder: Path) -> bool:
+    """Whether `load_config` takes the model's type; it may still refuse a variant.
+
+    Raises:
+        InvalidArgumentError: if config.json is missing or broken.
+    """
+    return raw_config(folder).get("model_type") in _MODEL_TYPES
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    """`folder`/config.json as it is.
+
+    Raises:
+        InvalidArgumentError: if the file is missing or broken.
+    """
+    path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InvalidArgumentError("model", f"{path.parent} holds no config.json") from None
+        raise InvalidArgumentError("model", f"{folder} holds no config.json") from None
     except (OSError, ValueError) as error:
         raise InvalidArgumentError("model", f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
@@ -139,13 +167,15 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
         raise InvalidArgumentError("model", f"activation {raw['hidden_act']!r} is not supported (silu is)")
     if raw.get("mlp_bias"):
         raise InvalidArgumentError("model", "biases in the feed-forward layers are not supported")
-    windowed = "sliding_attention" in (raw.get("layer_types") or ())
-    if model_type == "qwen2":
-        windowed = windowed or bool(raw.get("use_sliding_window", False))
-    elif model_type == "mistral":
-        windowed = windowed or raw.get("sliding_window", 4096) is not None  # transformers' default is 4096
-    if windowed:
-        raise InvalidArgumentError("model", "sliding-window attention is not supported")
+    if "sliding_attention" in (raw.get("layer_types") or ()) or raw.get("use_sliding_window"):
+        raise InvalidArgumentError("model", "sliding-window attention in some layers is not supported")
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Mistral's window, the same in all layers."""
+    if raw["model_type"] != "mistral" or raw.get("sliding_window", _MISTRAL_WINDOW) is None:
+        return None
+    return _required({"sliding_window": _MISTRAL_WINDOW, **raw}, "sliding_window")
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:

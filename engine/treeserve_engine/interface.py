@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,3 +58,11 @@ class Model(Protocol):
         Returns:
             Logits of the rows asked for, float32[K, vocab_size].
         """
+
+
+@runtime_checkable
+class DeviceModel(Model, Protocol):
+    """A model whose logits can stay on a device that accepts trees itself (`device_accept`)."""
+
+    def device_logits(self, batch: ForwardBatch, kv: Any) -> Any:
+        """`forward` without waiting for the device: a tensor there, valid until the next pass."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from treeserve_engine.config import ModelConfig
-from treeserve_kernels.kv import move_kv
+from treeserve_kernels.dispatch import kernels_for
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ class KvCache:
     def move(self, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]) -> None:
         """Copy slots `src` to slots `dst` in every layer."""
         device = self.keys[0].device
+        move_kv = kernels_for(device).move_kv
         sources, destinations = torch.from_numpy(src).to(device), torch.from_numpy(dst).to(device)
         for cache in (*self.keys, *self.values):
             move_kv(cache, sources, destinations)
-
-
-def kv_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Memory that the KV of `tokens` positions takes."""
-    return tokens * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -2,7 +2,8 @@
 
 The result of a matrix product's row may depend on the number of rows, because libraries choose their kernel by shape.
 On a CPU every product therefore runs on tiles of a few row counts that were seen, on this machine and for these
-layers, to give each row the same bits in every place and beside every neighbour.
+layers, to give each row the same bits in every place and beside every neighbour. Products of small whole numbers need
+no tiles: their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _BASE_TILE = 4  # a single row would take another kernel, whose bits differ
 _CANDIDATES = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256)
 _PROBE_ROWS = 32
 _TYPICAL_ROWS = 16  # the packed layout is chosen for this many
+_GROUP = 64  # inputs that share an activation scale; their sum of int8 products is below 2^24, exact in float32
+_SMALLEST = 1e-30  # a group of smaller inputs counts as zeros
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,40 @@ class Linear:
         return functional.linear(x, self._weight, self._bias)
 
 
+class Int8Linear:
+    """x W^T + b as the native decoder computes it, bit for bit; slowly.
+
+    Weights are int8 with a scale for each output. Inputs are rounded to int8 with a scale for each row and group of 64.
+    The float32 sum over groups goes in order, multiplying and adding apart.
+    """
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Take weight int8[N, K], scales float32[N] and bias float32[N]."""
+        padded = functional.pad(weight, (0, -weight.shape[1] % _GROUP)).float()
+        self._weight = padded.view(len(weight), -1, _GROUP).permute(1, 2, 0).contiguous()  # [groups, 64, N]
+        self._scales = scales
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        """Map [rows, K] to [rows, N]; any number of rows at once, whatever the tiles."""
+        padded = functional.pad(x, (0, -x.shape[1] % _GROUP)).view(len(x), -1, _GROUP)
+        largest = padded.abs().amax(-1, keepdim=True)
+        scales = largest / 127
+        inverse = torch.where(largest > _SMALLEST, 127 / largest, 0.0)
+        rounded = (padded * inverse).round_()
+        y = x.new_zeros(len(x), self._weight.shape[2])
+        for group, weight in enumerate(self._weight):
+            y.add_((rounded[:, group] @ weight).mul_(scales[:, group]))
+        y.mul_(self._scales)
+        return y if self._bias is None else y.add_(self._bias)
+
+
 @torch.inference_mode()
 def find_row_tiles(layers: Iterable[Linear]) -> RowTiles:
     """The candidate row counts at which every layer gives a row the bits it has in a tile of `_BASE_TILE`.
 
-    Layers of one shape behave alike and are tried once. Falls back to single rows, which depend on nothing.
+    Layers of one shape behave alike and are tried once. Falls back to single rows, which depend on nothing. Without
+    layers there is nothing to try and any row count will do.
     """
     distinct = {(layer.shape, layer.dtype): layer for layer in layers}.values()
     sizes: tuple[int, ...] = _CANDIDATES
@@ -74,6 +106,8 @@ def find_row_tiles(layers: Iterable[Linear]) -> RowTiles:
         rows = torch.randn(_PROBE_ROWS, layer.shape[1], generator=torch.Generator().manual_seed(0)).to(layer.dtype)
         expected = torch.cat([layer.tile(part) for part in torch.split(rows, _BASE_TILE)])
         sizes = tuple(size for size in sizes if _agrees(layer, rows, expected, size))
+    if not distinct:
+        return RowTiles(())
     return RowTiles(sizes if _BASE_TILE in sizes else (1,))
 
 

@@ -6,48 +6,40 @@ prefill chunk. Every operation either treats rows one by one or is made to (`lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
+from treeserve_engine.float_weights import FloatWeights, LayerTensors, LinearTensors
 from treeserve_engine.kv_cache import KvCache
-from treeserve_engine.linear import Linear, RowTiles, find_row_tiles
-from treeserve_engine.rope import RotaryTable, rotate
+from treeserve_engine.linear import Int8Linear, Linear, RowTiles, find_row_tiles
+from treeserve_engine.rope_torch import RotaryTable, rotate
 from treeserve_engine.torch_batch import TorchBatch
-from treeserve_engine.weights import load_tensors
-from treeserve_kernels.kv import write_kv
-from treeserve_kernels.tree_attention import TreeAttentionMeta, tree_attention
+from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
+from treeserve_kernels.cpu.packing import PackedLinear, unpack_linear
+from treeserve_kernels.dispatch import Attention, kernels_for
 
 # torch splits an elementwise operation of this many elements between threads, anywhere in a row.
 _THREADED_ELEMENTS = 32768
 
 
-class Attention(Protocol):
-    """The signature of `tree_attention`, which its kernels share."""
-
-    def __call__(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: TreeAttentionMeta, scale: float
-    ) -> torch.Tensor:
-        """Attend from every row to its visible KV."""
-
-
 @dataclass(frozen=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: Linear
-    attention_output: Linear
+    qkv: Linear | Int8Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    attention_output: Linear | Int8Linear
     feed_forward_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
 
 
 @dataclass(frozen=True)
@@ -55,26 +47,36 @@ class _Weights:
     embedding: torch.Tensor
     layers: tuple[_Layer, ...]
     norm: torch.Tensor
-    head: Linear
+    head: Linear | Int8Linear
 
-    def linears(self) -> list[Linear]:
+    def float_linears(self) -> list[Linear]:
+        """Those whose rows depend on how many are computed."""
         of_layers = [(la.qkv, la.attention_output, la.gate_up, la.down) for la in self.layers]
-        return [*(linear for layer in of_layers for linear in layer), self.head]
+        linears = [*(linear for layer in of_layers for linear in layer), self.head]
+        return [linear for linear in linears if isinstance(linear, Linear)]
 
 
 class LlamaModel:
     """Weights and the forward pass. Stateless between calls; the KV cache is the caller's."""
 
     def __init__(
-        self, config: ModelConfig, weights: _Weights, dtype: torch.dtype, device: torch.device, attention: Attention
+        self,
+        config: ModelConfig,
+        weights: _Weights,
+        device: torch.device,
+        kv_dtype: torch.dtype,
+        attention: Attention | None = None,
     ) -> None:
         self.config = config
-        self.dtype = dtype
+        self.dtype = weights.embedding.dtype
         self.device = device
+        self._kv_dtype = kv_dtype
         self._weights = weights
-        self._attention = attention
+        kernels = kernels_for(device)
+        self._attention = attention or kernels.attention
+        self._write_kv = kernels.write_kv
         self._rotary = RotaryTable(config, device)
-        self._tiles = find_row_tiles(weights.linears()) if device.type == "cpu" else RowTiles(())
+        self._tiles = find_row_tiles(weights.float_linears()) if device.type == "cpu" else RowTiles(())
 
     @classmethod
     def load(
@@ -100,17 +102,27 @@ class LlamaModel:
         Raises:
             InvalidArgumentError: if weights are missing or have other shapes than `config` says.
         """
-        weights = _WeightReader(load_tensors(folder), config, dtype, device).read()
-        return cls(config, weights, dtype, device, attention or _default_attention(device))
+        tensors = FloatWeights.of(folder, config, dtype, device)
+        embedding = tensors.embedding()
+        layers = tuple(_float_layer(layer) for layer in tensors.layers())
+        weights = _Weights(embedding, layers, tensors.norm(), _float_linear(tensors.head(embedding)))
+        return cls(config, weights, device, dtype, attention)
+
+    @classmethod
+    def from_int8(cls, config: ModelConfig, weights: DecoderWeights, kv_dtype: torch.dtype) -> Self:
+        """The native decoder's twin on the CPU: the same int8 linears, float32 between them."""
+        layers = tuple(_int8_layer(layer) for layer in weights.layers)
+        own = _Weights(_tensor(weights.embedding), layers, _tensor(weights.norm), _int8_linear(weights.head))
+        return cls(config, own, torch.device("cpu"), kv_dtype)
 
     @property
     def tile_sizes(self) -> tuple[int, ...]:
-        """Row counts that are computed in one piece; none where results are not exact."""
+        """Row counts that are computed in one piece; none where any may be, exactly (int8) or not (GPUs)."""
         return self._tiles.sizes
 
     def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """An empty cache."""
-        return KvCache.allocate(self.config, num_blocks * block_size, self.dtype, self.device)
+        return KvCache.allocate(self.config, num_blocks * block_size, self._kv_dtype, self.device)
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> npt.NDArray[np.float32]:
         """Compute the rows of a batch, writing their K and V to their slots.
@@ -147,11 +159,18 @@ class LlamaModel:
         config, rows = self.config, len(batch.input_ids)
         qkv = layer.qkv(self._normed(x, layer.input_norm), self._tiles)[:rows].view(rows, -1, config.head_dim)
         rotated_heads = config.num_heads + config.num_kv_heads
-        rotated = rotate(qkv[:, :rotated_heads], *rotation).to(self.dtype)
-        write_kv(keys, batch.slot_mapping, rotated[:, config.num_heads :])
-        write_kv(values, batch.slot_mapping, qkv[:, rotated_heads:])
+        rotated = rotate(self._normed_heads(layer, qkv[:, :rotated_heads]), *rotation).to(self.dtype)
+        self._write_kv(keys, batch.slot_mapping, rotated[:, config.num_heads :])
+        self._write_kv(values, batch.slot_mapping, qkv[:, rotated_heads:])
         q = rotated[:, : config.num_heads]
         return self._attention(q, keys, values, batch.attention, config.head_dim**-0.5).view(rows, -1)
+
+    def _normed_heads(self, layer: _Layer, heads: torch.Tensor) -> torch.Tensor:
+        """Queries and keys [T, H + KVH, D] as they are rotated."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        q, k = torch.split(heads, [self.config.num_heads, self.config.num_kv_heads], 1)
+        return torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), 1)
 
     def _feed_forward(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         gate_up = layer.gate_up(self._normed(x, layer.feed_forward_norm), self._tiles)
@@ -181,61 +200,42 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return gate * up
 
 
-def _default_attention(device: torch.device) -> Attention:
-    if device.type != "cuda":
-        return tree_attention
-    from treeserve_kernels.triton.tree_attention import tree_attention_triton
+def _float_layer(layer: LayerTensors) -> _Layer:
+    return _Layer(
+        layer.input_norm,
+        _float_linear(layer.qkv),
+        layer.q_norm,
+        layer.k_norm,
+        _float_linear(layer.attention_output),
+        layer.feed_forward_norm,
+        _float_linear(layer.gate_up),
+        _float_linear(layer.down),
+    )
 
-    return tree_attention_triton
+
+def _float_linear(linear: LinearTensors) -> Linear:
+    return Linear(linear.weight, linear.bias)
 
 
-@dataclass(frozen=True)
-class _WeightReader:
-    """Reads a checkpoint's tensors into the model's layout, checking each shape."""
+def _int8_layer(layer: LayerWeights) -> _Layer:
+    return _Layer(
+        _tensor(layer.input_norm),
+        _int8_linear(layer.qkv),
+        None if layer.q_norm is None else _tensor(layer.q_norm),
+        None if layer.k_norm is None else _tensor(layer.k_norm),
+        _int8_linear(layer.attention_output),
+        _tensor(layer.feed_forward_norm),
+        _int8_linear(layer.gate_up),
+        _int8_linear(layer.down),
+    )
 
-    tensors: Mapping[str, torch.Tensor]
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
 
-    def read(self) -> _Weights:
-        c = self.config
-        embedding = self._tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        head = embedding
-        if not c.tie_word_embeddings:
-            head = self._tensor("lm_head.weight", c.vocab_size, c.hidden_size)
-        return _Weights(
-            embedding,
-            tuple(self._layer(f"model.layers.{i}") for i in range(c.num_layers)),
-            self._tensor("model.norm.weight", c.hidden_size),
-            Linear(head),
-        )
+def _int8_linear(packed: PackedLinear) -> Int8Linear:
+    weight, scales = unpack_linear(packed)
+    bias = None if packed.bias is None else _tensor(packed.bias[: packed.num_outputs])  # never interleaved
+    return Int8Linear(torch.from_numpy(weight), torch.from_numpy(scales), bias)
 
-    def _layer(self, name: str) -> _Layer:
-        c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        projections = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
-        feed_forward = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
-        return _Layer(
-            self._tensor(f"{name}.input_layernorm.weight", c.hidden_size),
-            self._linear(projections, c.hidden_size, c.qkv_bias),
-            self._linear({f"{attention}.o_proj": c.hidden_size}, q, c.output_bias),
-            self._tensor(f"{name}.post_attention_layernorm.weight", c.hidden_size),
-            self._linear(feed_forward, c.hidden_size, False),
-            self._linear({f"{mlp}.down_proj": c.hidden_size}, c.intermediate_size, False),
-        )
 
-    def _linear(self, outputs: Mapping[str, int], inputs: int, has_bias: bool) -> Linear:
-        """One layer that computes several projections of the same input, one after the other."""
-        weight = torch.cat([self._tensor(f"{name}.weight", n, inputs) for name, n in outputs.items()])
-        bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in outputs.items()]) if has_bias else None
-        return Linear(weight, bias)
-
-    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        if name not in self.tensors:
-            raise InvalidArgumentError("model", f"the checkpoint lacks {name}")
-        tensor = self.tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise InvalidArgumentError("model", f"{name} has shape {tuple(tensor.shape)} instead of {shape}")
-        return tensor.to(self.device, self.dtype)
+def _tensor(array: npt.NDArray[np.float32]) -> torch.Tensor:
+    """A copy: what is memory-mapped is read-only."""
+    return torch.from_numpy(array.copy())

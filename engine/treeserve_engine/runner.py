@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from treeserve_engine.batch import SequenceRows, build_batch
+from treeserve_engine.batch import ForwardBatch, SequenceRows, build_batch
 from treeserve_engine.block_manager import BlockManager, KvMoves
 from treeserve_engine.interface import Kv, Model
+
+Logits = TypeVar("Logits")
 
 
 class ModelRunner:
@@ -36,10 +39,19 @@ class ModelRunner:
             ValueError: if the rows make no batch.
             RuntimeError: if a KV position is not reserved.
         """
+        logits, offsets = self.compute(rows, self.model.forward)
+        return [logits[start:stop] for start, stop in pairwise(offsets)]
+
+    def compute(
+        self, rows: Sequence[SequenceRows], forward: Callable[[ForwardBatch, Kv], Logits]
+    ) -> tuple[Logits, tuple[int, ...]]:
+        """Compute rows by one of the model's forward passes: its logits, and where each sequence's begin and end.
+
+        Raises: as `forward`.
+        """
         batch = build_batch(rows, self.blocks)
         self._apply_moves()
-        logits = self.model.forward(batch, self._kv)
-        return [logits[start:stop] for start, stop in pairwise(batch.logits_offsets)]
+        return forward(batch, self._kv), batch.logits_offsets
 
     def commit(self, seq_id: int, kept_nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes of the step (ascending), moved together, and free the rest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from treeserve_engine.batch import ForwardBatch
+from treeserve_engine.upload import upload
 from treeserve_kernels.tree_attention import TreeAttentionMeta
 
 
@@ -26,21 +28,29 @@ class TorchBatch:
     @classmethod
     def of(cls, batch: ForwardBatch, device: torch.device) -> Self:
         """Copy a batch to a device; on a CPU the arrays are shared."""
+        arrays = arrays_of(batch)
+        on_cpu = device.type == "cpu"
+        tensors = tuple(map(torch.from_numpy, arrays)) if on_cpu else upload(arrays, device)
+        return cls.from_tensors(tensors, batch.block_size)
 
-        def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[torch.Tensor], block_size: int) -> Self:
+        """The tensors of `arrays_of`, in its order."""
+        input_ids, positions, slot_mapping, logits_indices, tables, context_lens, query_offsets, nodes, words = tensors
+        attention = TreeAttentionMeta(tables, context_lens, query_offsets, nodes, words, block_size)
+        return cls(input_ids, positions, slot_mapping, attention, logits_indices)
 
-        return cls(
-            input_ids=tensor(batch.input_ids),
-            positions=tensor(batch.positions),
-            slot_mapping=tensor(batch.slot_mapping),
-            attention=TreeAttentionMeta(
-                block_tables=tensor(batch.block_tables),
-                context_lens=tensor(batch.context_lens),
-                query_offsets=tensor(batch.query_offsets),
-                node_offsets=tensor(batch.node_offsets),
-                ancestor_words=tensor(batch.ancestor_words.view(np.int64)),
-                block_size=batch.block_size,
-            ),
-            logits_indices=tensor(batch.logits_indices),
-        )
+
+def arrays_of(batch: ForwardBatch) -> tuple[npt.NDArray[Any], ...]:
+    """What of a batch goes to the device; ancestor words as int64, because torch has no full uint64."""
+    return (
+        batch.input_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.logits_indices,
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_offsets,
+        batch.node_offsets,
+        batch.ancestor_words.view(np.int64),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from treeserve_core.errors import InvalidArgumentError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from treeserve_engine.weight_files import weight_files
 
 
 class _Tensors(Mapping[str, torch.Tensor]):
@@ -31,27 +28,6 @@ class _Tensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, each once, sorted.
-
-    Raises:
-        InvalidArgumentError: if there are none or one that the index names is missing.
-    """
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise InvalidArgumentError("model", f"{index} is broken: {error!r}") from error
-    else:
-        names = {SINGLE_FILE}
-    files = sorted(folder / name for name in names)
-    for file in files:
-        if not file.is_file():
-            raise InvalidArgumentError("model", f"{folder} lacks {file.name} (only safetensors weights are supported)")
-    return files
 
 
 def load_tensors(folder: Path) -> Mapping[str, torch.Tensor]:

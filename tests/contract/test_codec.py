@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
+from treeserve_core.draws import Draws
 from treeserve_core.errors import InvalidArgumentError, InvalidTreeError
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
@@ -63,6 +66,9 @@ limits = st.builds(
     ttft_ms=st.none() | floats32(0.125, 1e6),
     tpot_ms=st.none() | floats32(0.125, 1e6),
 )
+rules = st.sampled_from([Acceptance(), Acceptance(AcceptanceRule.MULTI_STEP)]) | st.builds(
+    Acceptance, st.just(AcceptanceRule.TYPICAL), floats32(0, 1, exclude_min=True), floats32(0, 1, exclude_min=True)
+)
 
 
 @st.composite
@@ -72,7 +78,16 @@ def trees(draw: st.DrawFn) -> TokenTree:
     parents = [-1, *(draw(st.integers(max(0, i - 2), i - 1)) for i in range(1, n))]
     log_probs = draw(st.none() | st.lists(floats32(-50, 0), min_size=n, max_size=n).map(tuple))
     masks = draw(st.none() | st.lists(st.integers(0, 7), min_size=n, max_size=n).map(tuple))
-    return TokenTree(tuple(ids), tuple(parents), log_probs, masks)
+    tree = TokenTree(tuple(ids), tuple(parents), log_probs, masks)
+    drawn = [draw(st.none() | draws_of([ids[c] for c in children])) if children else None for children in tree.children]
+    return dataclasses.replace(tree, draws=tuple(drawn) if any(drawn) else None)
+
+
+@st.composite
+def draws_of(draw: st.DrawFn, children: list[int]) -> Draws:
+    drawn = draw(st.lists(st.sampled_from(children), min_size=1, max_size=5))
+    weights = [1.0, *[0.0] * (len(children) - 1)] if len(children) == 1 else [1 / len(children)] * len(children)
+    return Draws(tuple(drawn), tuple(children), tuple(float(np.float32(weight)) for weight in weights))
 
 
 def through_bytes(msg: Any) -> Any:
@@ -90,8 +105,10 @@ def test_stopping_round_trip(criteria: StoppingCriteria) -> None:
     assert decoded == criteria
 
 
-@given(limits)
-def test_limits_round_trip(value: SequenceLimits) -> None:
+@given(limits, rules)
+def test_limits_round_trip(value: SequenceLimits, acceptance: Acceptance) -> None:
+    if value.speculates:
+        value = dataclasses.replace(value, acceptance=acceptance)
     speculation, level = codec.limits_to_proto(value)
     assert codec.limits_from_proto(through_bytes(speculation), through_bytes(level)) == value
 
@@ -144,6 +161,45 @@ def test_unknown_service_class_is_refused() -> None:
         codec.limits_from_proto(common_pb2.SpeculationOptions(), level)
 
 
+def test_an_unknown_acceptance_rule_is_refused() -> None:
+    speculation = common_pb2.SpeculationOptions.FromString(b"\x18\x09")
+    with pytest.raises(InvalidArgumentError, match=r"speculation\.acceptance: 9 is unknown"):
+        codec.limits_from_proto(speculation, common_pb2.ServiceLevel())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"acceptance": 3, "typical_epsilon": 0.0}, "typical_epsilon"),
+        ({"acceptance": 3, "typical_epsilon": math.nan}, "typical_epsilon"),
+        ({"acceptance": 3, "typical_delta": 1.5}, "typical_delta"),
+        ({"acceptance": 2, "typical_delta": 0.3}, "typical_delta"),
+        ({"typical_epsilon": 0.1}, "typical_epsilon"),
+        ({"acceptance": 2, "disabled": True}, "acceptance"),
+    ],
+)
+def test_a_rule_and_parameters_that_do_not_fit_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"speculation\.{field}"):
+        codec.limits_from_proto(common_pb2.SpeculationOptions(**fields), common_pb2.ServiceLevel())
+
+
+def test_the_typical_rule_has_the_documented_defaults() -> None:
+    options = common_pb2.SpeculationOptions(acceptance=common_pb2.ACCEPTANCE_RULE_TYPICAL)
+    limits = codec.limits_from_proto(options, common_pb2.ServiceLevel())
+    assert limits.acceptance == Acceptance(AcceptanceRule.TYPICAL, 0.09, 0.3)
+
+
+def test_rules_that_a_peer_names() -> None:
+    assert codec.known_acceptance_rules([]) == {AcceptanceRule.REPLAY}, "an older peer names none"
+    assert codec.known_acceptance_rules([2, 99]) == {AcceptanceRule.REPLAY, AcceptanceRule.MULTI_STEP}  # type: ignore[list-item]
+
+
+def test_only_typical_is_labelled_lossy() -> None:
+    for rule in AcceptanceRule:
+        message = codec.stats_to_proto(SpeculationStats(acceptance=rule))
+        assert (message.acceptance, message.lossy) == (int(rule), rule is AcceptanceRule.TYPICAL)
+
+
 def test_finish_reasons() -> None:
     for reason in (*FinishReason, None):
         assert codec.finish_reason_from_proto(codec.finish_reason_to_proto(reason)) is reason
@@ -178,11 +234,11 @@ GOLDEN = {
         codec.stopping_to_proto(StoppingCriteria(64, 2, ("\n", "é"), (3, 300), True)),
         "084010021a010a1a02c3a9220303ac022801",
     ),
-    "speculation": (SPECULATION, "1006"),
+    "speculation": (SPECULATION, "10061801"),
     "service_level": (LEVEL, "08011500007a431d00004842"),
     "identity": (codec.identity_to_proto(IDENTITY), "0a016d1202616218ac022202000228c002"),
     "log_probs": (codec.log_probs_to_proto(LOG_PROBS)[0], "0a07080515000000bf1207080515000000bf12070807150000a0bf"),
-    "stats": (codec.stats_to_proto(STATS), "0803100c180422020301"),
+    "stats": (codec.stats_to_proto(STATS), "0803100c1804220203012801"),
     "proposal": (
         codec.proposal_to_proto(3, PROPOSAL),
         "0803100a1a0305060722030100002a0c00000000000000bf000000c0320300010338fa01",
@@ -197,6 +253,11 @@ def test_golden_bytes(name: str) -> None:
     assert msg.SerializeToString(deterministic=True).hex() == expected
 
 
+def node_draws(**changes: Any) -> verifier_pb2.NodeDraws:
+    fields: dict[str, Any] = {"node": 0, "token_ids": [6, 6], "support": [6], "weights": [1.0]}
+    return verifier_pb2.NodeDraws(**(fields | changes))
+
+
 def proposal_message(**changes: Any) -> verifier_pb2.TreeProposal:
     fields: dict[str, Any] = {"base_committed_len": 3, "token_ids": [5, 6, 7], "parents": [-1, 0, 1]}
     return verifier_pb2.TreeProposal(**(fields | changes))
@@ -204,6 +265,14 @@ def proposal_message(**changes: Any) -> verifier_pb2.TreeProposal:
 
 def test_the_well_formed_proposal_is_taken() -> None:
     assert codec.proposal_from_proto(proposal_message(), **BOUNDS).tree == TokenTree((5, 6, 7), (-1, 0, 1))
+    drawn = codec.proposal_from_proto(proposal_message(draws=[node_draws()]), **BOUNDS).tree
+    assert drawn == TokenTree((5, 6, 7), (-1, 0, 1), draws=(Draws((6, 6), (6,), (1.0,)), None, None))
+
+
+def test_ids_to_draw_outside_the_vocabulary_are_refused() -> None:
+    message = proposal_message(draws=[node_draws(support=[6, VOCAB], weights=[0.5, 0.5])])
+    with pytest.raises(InvalidArgumentError, match=r"draws\.support"):
+        codec.proposal_from_proto(message, **BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +292,19 @@ def test_the_well_formed_proposal_is_taken() -> None:
         ({"log_probs": [0.0, 0.5, -1.0]}, "log-probabilities must be"),
         ({"source_masks": [1]}, "1 source masks"),
         ({"source_masks": [0, 1, 8]}, "source mask names"),
+        ({"draws": [node_draws(node=3)]}, "draws for node 3"),
+        ({"draws": [node_draws(), node_draws()]}, "draws for node 0"),
+        ({"draws": [node_draws()] * 4}, "3 tokens but draws for 4"),
+        ({"draws": [node_draws(token_ids=[])]}, "0 draws"),
+        ({"draws": [node_draws(token_ids=[6] * 65)]}, "more than 64 draws"),
+        ({"draws": [node_draws(token_ids=[7])]}, "no weight"),
+        ({"draws": [node_draws(support=[6, 7], weights=[0.5, 0.5], token_ids=[7])]}, "not among its children"),
+        ({"draws": [node_draws(support=[6, 6], weights=[0.5, 0.5])]}, "repeated"),
+        ({"draws": [node_draws(weights=[0.9])]}, "sum to 0.9"),
+        ({"draws": [node_draws(support=[6, 7], weights=[1.0, 0.0])]}, "positive"),
+        ({"draws": [node_draws(weights=[math.nan])]}, "positive"),
+        ({"draws": [node_draws(weights=[1.0, 0.5])]}, "1 ids with 2 weights"),
+        ({"draws": [node_draws(support=range(65), weights=[1 / 65] * 65)]}, "64 ids"),
     ],
 )
 def test_malformed_trees_are_refused(changes: dict[str, Any], reason: str) -> None:

@@ -477,7 +477,7 @@ async def test_a_refused_handshake_is_retried_slowly(verifier: FakeVerifier, sta
 
 def test_backoff_doubles_to_its_limit_with_jitter() -> None:
     backoff, rng = Backoff(), random.Random(1)
-    for failures, base in ((1, 0.1), (2, 0.2), (4, 0.8), (10, 1.0), (10_000, 1.0)):
+    for failures, base in ((1, 0.1), (2, 0.2), (3, 0.4), (4, 0.5), (10_000, 0.5)):
         waits = [backoff.wait_s(failures, rng) for _ in range(50)]
         assert base / 2 <= min(waits) < max(waits) <= base
 

@@ -82,6 +82,8 @@ async def test_completion(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None
         "num_draft_tokens": 2 * len(ids),
         "num_accepted_tokens": 1,
         "num_accepted_tokens_per_pos": [1],
+        "acceptance": "replay",
+        "lossy": False,
     }
 
 

@@ -89,7 +89,11 @@ class TestStream:
         assert seen.text == tokenizer.decode(expected)
         assert seen.chunks[0].offset == 0
         assert seen.started == pb.Started(
-            request_id=seen.started.request_id, model="tiny", seed=7, prompt_tokens=len(prompt_ids)
+            request_id=seen.started.request_id,
+            model="tiny",
+            seed=7,
+            prompt_tokens=len(prompt_ids),
+            acceptance=common.ACCEPTANCE_RULE_REPLAY,
         )
         assert seen.finished.reason == common.FINISH_REASON_LENGTH
         assert seen.finished.usage == pb.Usage(prompt_tokens=len(prompt_ids), completion_tokens=40)

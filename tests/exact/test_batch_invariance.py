@@ -4,20 +4,30 @@ The reference is always plain decoding: one sequence, one row per forward pass.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.plain_decoding import (
+    PlainDecoder,
+    assert_same_bits,
+    fragmented_runner,
+    prefill,
+    random_tokens,
+    random_tree,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.config import load_config
+from treeserve_engine.loading import load_model
 from treeserve_engine.model import LlamaModel, swiglu
 from treeserve_engine.runner import ModelRunner
+from treeserve_kernels.cpu.library import is_built
 
 VOCAB = 203
 # Odd widths, so that vector code always has something left over; 256 rows of the wider ones are enough for two threads.
@@ -75,77 +85,6 @@ def model(request, folders) -> Iterator[LlamaModel]:
     torch.set_num_threads(before)
 
 
-class PlainDecoder:
-    """One sequence, one row per forward pass."""
-
-    def __init__(self, model: LlamaModel, tokens: Sequence[int] = ()) -> None:
-        self._runner = ModelRunner(model, num_blocks=64, block_size=16)
-        self._runner.blocks.add(0)
-        self.logits = [self.decode(token) for token in tokens]
-
-    def decode(self, token: int) -> np.ndarray:
-        self._runner.blocks.reserve(0, 1)
-        (logits,) = self._runner.forward([SequenceRows.from_chain(0, [token], [0])])
-        self._runner.commit(0, [0])
-        return logits[0]
-
-    def tree(self, tree: TokenTree) -> np.ndarray:
-        """Logits of every node, each path decoded by itself; keeps nothing."""
-        logits: dict[int, np.ndarray] = {}
-        for leaf in (i for i in range(len(tree)) if not tree.children[i]):
-            path = (0, *tree.path(leaf))
-            self._runner.blocks.reserve(0, len(path))
-            for depth, node in enumerate(path):
-                chain = SequenceRows.from_chain(0, [0] * (depth + 1), [0])
-                words = chain.ancestor_words[depth:]
-                row = SequenceRows(0, [tree.token_ids[node]], [depth], words, [0], node_offset=depth)
-                logits[node] = self._runner.forward([row])[0][0]
-            self._runner.rollback(0)
-        return np.stack([logits[i] for i in range(len(tree))])
-
-
-def random_tokens(rng: random.Random, n: int, vocab: int = VOCAB) -> list[int]:
-    return [rng.randrange(vocab) for _ in range(n)]
-
-
-def random_tree(rng: random.Random, n: int, vocab: int = VOCAB) -> TokenTree:
-    """Any shape, any order in which parents precede their children."""
-    reach = rng.choice([1, 3, n])
-    parents = [-1, *(rng.randrange(max(0, i - reach), i) for i in range(1, n))]
-    tokens = rng.sample(range(vocab), n) if n <= vocab else random_tokens(rng, n, vocab)
-    return TokenTree(tuple(tokens), tuple(parents))
-
-
-def prefill(runner: ModelRunner, seq_id: int, tokens: Sequence[int], chunk: int) -> np.ndarray:
-    parts = []
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        runner.blocks.reserve(seq_id, len(part))
-        parts += runner.forward([SequenceRows.from_chain(seq_id, part, range(len(part)))])
-        runner.commit(seq_id, range(len(part)))
-    return np.concatenate(parts)
-
-
-def fragmented_runner(model: LlamaModel, rng: random.Random, block_size: int = 4) -> ModelRunner:
-    """A runner whose free blocks are in random order, and whose free slots hold other sequences' leftovers."""
-    runner = ModelRunner(model, num_blocks=400, block_size=block_size)
-    for seq_id in range(-60, 0):
-        runner.blocks.add(seq_id)
-        prefill(runner, seq_id, random_tokens(rng, rng.randrange(1, 20)), 20)
-    for seq_id in rng.sample(range(-60, 0), 60):
-        runner.blocks.free(seq_id)
-    return runner
-
-
-def bits(logits: np.ndarray | list[np.ndarray]) -> np.ndarray:
-    return np.asarray(logits, dtype=np.float32).view(np.uint32)
-
-
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray | list[np.ndarray]) -> None:
-    wrong = np.flatnonzero((bits(actual) != bits(expected)).any(axis=1))
-    assert not len(wrong), f"rows {wrong.tolist()} of {len(actual)} differ"
-
-
 def test_this_machine_has_tiles_of_many_rows(model):
     assert model.tile_sizes[-1] >= 64, "the tests below would try the slow fallback only"
 
@@ -165,7 +104,7 @@ def test_swiglu_on_any_number_of_threads(dtype):
 
 @pytest.mark.parametrize("chunk", [7, 64, 150])
 def test_prefill_chunks(model, chunk):
-    tokens = random_tokens(random.Random(chunk), 150)
+    tokens = random_tokens(random.Random(chunk), 150, VOCAB)
     runner = ModelRunner(model, num_blocks=20, block_size=16)
     runner.blocks.add(0)
     assert_same_bits(prefill(runner, 0, tokens, chunk), PlainDecoder(model, tokens).logits)
@@ -174,13 +113,13 @@ def test_prefill_chunks(model, chunk):
 @pytest.mark.parametrize("size", [2, 8, 21, 64])
 def test_trees_of_any_shape_and_order(model, size):
     rng = random.Random(size)
-    prompt = random_tokens(rng, rng.randrange(1, 60))
+    prompt = random_tokens(rng, rng.randrange(1, 60), VOCAB)
     plain = PlainDecoder(model, prompt)
     runner = fragmented_runner(model, rng)
     runner.blocks.add(0)
     prefill(runner, 0, prompt, 64)
     for _ in range(2):
-        tree = random_tree(rng, size)
+        tree = random_tree(rng, size, VOCAB)
         runner.blocks.reserve(0, size)
         (logits,) = runner.forward([SequenceRows.from_tree(0, tree)])
         runner.rollback(0)
@@ -189,11 +128,11 @@ def test_trees_of_any_shape_and_order(model, size):
 
 def test_a_tree_of_several_ancestor_words(model):
     rng = random.Random(5)
-    plain = PlainDecoder(model, random_tokens(rng, 3))
+    plain = PlainDecoder(model, random_tokens(rng, 3, VOCAB))
     runner = fragmented_runner(model, rng)
     runner.blocks.add(0)
-    prefill(runner, 0, random_tokens(random.Random(5), 3), 64)
-    tree = random_tree(rng, 150)
+    prefill(runner, 0, random_tokens(random.Random(5), 3, VOCAB), 64)
+    tree = random_tree(rng, 150, VOCAB)
     runner.blocks.reserve(0, 150)
     assert_same_bits(runner.forward([SequenceRows.from_tree(0, tree)])[0], plain.tree(tree))
 
@@ -202,11 +141,11 @@ def test_a_tree_of_several_ancestor_words(model):
 def test_beside_other_sequences(model, neighbours):
     rng = random.Random(neighbours)
     runner = fragmented_runner(model, rng)
-    prompts = [random_tokens(rng, rng.choice([1, 4, 30, 100])) for _ in range(neighbours + 1)]
+    prompts = [random_tokens(rng, rng.choice([1, 4, 30, 100]), VOCAB) for _ in range(neighbours + 1)]
     for seq_id, prompt in enumerate(prompts):
         runner.blocks.add(seq_id)
         prefill(runner, seq_id, prompt, 64)
-    trees = [random_tree(rng, rng.choice([1, 2, 9, 40])) for _ in prompts]
+    trees = [random_tree(rng, rng.choice([1, 2, 9, 40]), VOCAB) for _ in prompts]
     order = rng.sample(range(len(prompts)), len(prompts))
     for seq_id in order:
         runner.blocks.reserve(seq_id, len(trees[seq_id]))
@@ -217,7 +156,7 @@ def test_beside_other_sequences(model, neighbours):
 
 def test_level_by_level(model):
     rng = random.Random(11)
-    prompt = random_tokens(rng, 21)
+    prompt = random_tokens(rng, 21, VOCAB)
     tree = TokenTree(tuple(rng.sample(range(VOCAB), 10)), (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
     rows = SequenceRows.from_tree(0, tree)
     runner = fragmented_runner(model, rng)
@@ -248,7 +187,7 @@ def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
         for seq_id in active:
             n = rng.choice([1, 4, 12, 30])
             is_chunk = rng.random() < 0.3
-            trees[seq_id] = TokenTree.chain(random_tokens(rng, n)) if is_chunk else random_tree(rng, n)
+            trees[seq_id] = TokenTree.chain(random_tokens(rng, n, VOCAB)) if is_chunk else random_tree(rng, n, VOCAB)
             runner.blocks.reserve(seq_id, n)
         logits = runner.forward([SequenceRows.from_tree(seq_id, tree) for seq_id, tree in trees.items()])
         for (seq_id, tree), actual in zip(trees.items(), logits, strict=True):
@@ -268,7 +207,7 @@ def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
 
 def test_thread_counts(model):
     """A replay may run on a machine with another number of threads."""
-    tokens = random_tokens(random.Random(2), 300)
+    tokens = random_tokens(random.Random(2), 300, VOCAB)
     runs, before = [], torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -281,10 +220,15 @@ def test_thread_counts(model):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_real_model(model_folder, dtype):
-    config = load_config(model_folder)
-    model = LlamaModel.load(model_folder, config, dtype, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "auto"), ("bfloat16", "auto"), ("int8", "float32"), ("int8", "bfloat16"), ("int8", "int8")],
+)
+def test_the_real_model(model_folder, cache_dir, dtype, kv_dtype):
+    if kv_dtype == "int8" and not is_built():
+        pytest.skip("the native decoder is not built")
+    model = load_model(model_folder, dtype=dtype, kv_dtype=kv_dtype, device="cpu", threads=2, cache_dir=cache_dir)
+    config = model.config
     rng = random.Random(23)
     prompt, other = (random_tokens(rng, n, config.vocab_size) for n in (24, 90))
     tree, neighbour = (random_tree(rng, n, config.vocab_size) for n in (20, 64))

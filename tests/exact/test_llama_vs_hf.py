@@ -39,7 +39,10 @@ MODELS = {
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
     "llama-llama3": ("llama", {"rope_parameters": dict(rope_theta=100.0, **LLAMA3_ROPE)}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": TOKENS}),
     "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
 }
 
 

@@ -328,12 +328,28 @@ def test_rotary_settings_of_both_styles(tmp_path: Path, changes: dict[str, Any],
     [
         ({"attention_bias": True}, (True, True)),
         ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096}, (True, False)),
+        ({"model_type": "qwen3", "attention_bias": True}, (True, True)),
         ({"model_type": "mistral", "sliding_window": None}, (False, False)),
     ],
 )
 def test_supported_families(tmp_path: Path, changes: dict[str, Any], biases: tuple[bool, bool]) -> None:
     config = load_config(_write_config(tmp_path, **changes))
     assert (config.qkv_bias, config.output_bias) == biases
+    assert config.qk_norm == (changes.get("model_type") == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"sliding_window": None}, 8192),
+        ({"sliding_window": 100}, 100),
+        ({"sliding_window": 10_000}, 8192),
+        ({}, 4096),  # transformers' default
+    ],
+)
+def test_a_window_ends_the_context_where_it_would_begin_to_matter(tmp_path: Path, changes: Any, context: int) -> None:
+    folder = _write_config(tmp_path, model_type="mistral", max_position_embeddings=8192, **changes)
+    assert load_config(folder).max_position_embeddings == context
 
 
 @pytest.mark.parametrize(
@@ -341,9 +357,10 @@ def test_supported_families(tmp_path: Path, changes: dict[str, Any], biases: tup
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
         ({"model_type": ...}, "None is not supported"),
-        ({"model_type": "mistral"}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": "far"}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 0}, "max_position_embeddings is 0"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "lacks 'low_freq_factor'"),

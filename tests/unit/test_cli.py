@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,7 @@ def invoke(*args: str) -> Any:
 def test_generate_streams_text(client: type[FakeClient]) -> None:
     result = invoke("generate", "--prompt", "hi")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "héllo\n\n", "")
-    assert client.params == {"prompt": "hi", "temperature": 0.0, "speculation": True}
+    assert client.params == {"prompt": "hi", "temperature": 0.0, "speculation": True, "acceptance": "replay"}
     assert client.address == "localhost:50051"
 
 
@@ -108,7 +109,7 @@ def test_generate_passes_its_options_on(client: type[FakeClient]) -> None:
     assert result.exit_code == 0
     assert client.params == {
         "prompt": "hi", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 2**64 - 1,
-        "stop": ["a", "b,c"], "speculation": False,
+        "stop": ["a", "b,c"], "speculation": False, "acceptance": "replay",
     }  # fmt: skip
     assert client.address == "unix:/x"
 
@@ -129,9 +130,30 @@ def test_json_prints_one_object_and_no_stream(client: type[FakeClient]) -> None:
         "text": "héllo\n",
         "finish_reason": "length",
         "usage": {"prompt_tokens": 4, "completion_tokens": 3},
-        "speculation": {"steps": 2, "drafted": 8, "accepted": 1, "acceptance_length": 1.5},
+        "speculation": {
+            "steps": 2,
+            "drafted": 8,
+            "accepted": 1,
+            "acceptance_length": 1.5,
+            "acceptance": "replay",
+            "lossy": False,
+        },
         "timing": {"ttft_ms": 10.0, "tpot_ms": 5.0, "e2e_ms": 20.0},
     }
+
+
+def test_an_acceptance_rule_is_passed_on_and_a_lossy_one_is_told(
+    client: type[FakeClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lossy = replace(COMPLETION, speculation=SpeculationStats(2, 8, 1, (1,), "typical", True))
+    monkeypatch.setattr("test_cli.COMPLETION", lossy)
+    options = ["--acceptance", "typical", "--typical-epsilon", "0.2", "--typical-delta", "0.5"]
+    result = invoke("generate", "--prompt", "hi", *options)
+    assert client.params["acceptance"] == "typical"
+    assert (client.params["typical_epsilon"], client.params["typical_delta"]) == (0.2, 0.5)
+    assert result.stdout == "héllo\n\n" and "LOSSY: accepted by typical" in result.stderr
+    result = invoke("generate", "--prompt", "hi", "--json", *options)
+    assert json.loads(result.stdout)["speculation"]["lossy"] is True and "LOSSY" in result.stderr
 
 
 def test_an_error_ends_with_1_and_goes_to_stderr(client: type[FakeClient]) -> None:
@@ -150,6 +172,7 @@ def test_an_error_ends_with_1_and_goes_to_stderr(client: type[FakeClient]) -> No
         ["generate"],
         ["generate", "--prompt", "a", "--top-k", "x"],
         ["generate", "--prompt", "a", "--max-tokens", "0"],
+        ["generate", "--prompt", "a", "--acceptance", "hopeful"],
         ["nonsense"],
     ],
 )

@@ -42,6 +42,8 @@ def test_flags_fit_the_verifier() -> None:
     assert (config.listen, config.verifier_id) == ("unix:run/verifier-1.sock", "verifier-1")
     assert (config.dtype, config.threads, config.kv_tokens, config.drain_s) == ("bfloat16", 3, 8192, 2.0)
     assert specs["verifier-1"].stop_timeout_s > config.drain_s
+    config = load_config(VerifierConfig, flags_of(by_name(ClusterConfig(cache_dir=Path("here")))["verifier-0"]), {})
+    assert (config.dtype, config.kv_dtype, config.cache_dir) == ("auto", "auto", Path("here"))
 
 
 def test_flags_fit_the_speculator() -> None:

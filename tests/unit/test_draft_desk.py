@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,8 +12,11 @@ from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.drafting import CommitNotice, DraftDesk, Speculator
+from treeserve_verifier.drafting import DraftDesk
+from treeserve_verifier.pacing import MAX_INTERVAL
+from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import CommitNotice, Speculator
 
 MAX_WAIT_S = 0.01
 
@@ -22,11 +26,13 @@ class Outbox:
     """Records what a speculator is told."""
 
     assigned: dict[int, Sequence] = field(default_factory=dict)
+    budgets: list[int] = field(default_factory=list)
     commits: list[CommitNotice] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
 
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         self.assigned[handle] = sequence
+        self.budgets.append(budget)
 
     def commit(self, notice: CommitNotice) -> None:
         self.commits.append(notice)
@@ -41,16 +47,29 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.budget = 4
-        self.desk = DraftDesk(lambda: self.now, MAX_WAIT_S, lambda sequence: self.budget)
+        self.prices = Prices(token_s=0.004, row=0.1)
+        self.desk = DraftDesk(lambda: self.now, MAX_WAIT_S, lambda sequence: self.budget, lambda: self.prices)
 
     def attach(self, *sources: str, wants_top_tokens: bool = False) -> tuple[Speculator, Outbox]:
         outbox = Outbox()
         return self.desk.attach("s", sources, outbox, wants_top_tokens=wants_top_tokens), outbox
 
-    def advance(self, sequence: Sequence, *tokens: int) -> None:
+    def open(self, sequence: Sequence) -> Sequence:
+        """Open a sequence and run its prefill: from its first token on, trees are asked for."""
+        self.desk.open(sequence)
+        self.advance(sequence, 4)
+        return sequence
+
+    def advance(self, sequence: Sequence, *tokens: int, spent: float = 0.0) -> None:
+        """A step that emits these tokens; its trees are offered to it."""
+        self.desk.tree(sequence)
         base = len(sequence.tokens)
         sequence.tokens.extend(tokens)
-        self.desk.committed(sequence, base, tuple((t,) for t in tokens))
+        self.desk.committed(sequence, base, tuple((t,) for t in tokens), spent)
+
+    def waits(self, *sequences: Sequence) -> float:
+        """How long a step of these sequences would wait from now on."""
+        return max(0.0, self.desk.wait_until(sequences) - self.now)
 
 
 def _chain(sequence: Sequence, *tokens: int) -> DraftProposal:
@@ -155,87 +174,170 @@ def test_a_reordered_older_tree_does_not_replace_a_newer_one() -> None:
     assert bench.desk.tree(sequence) == TokenTree.chain((7, 8))
 
 
-def test_waiting_adapts_and_gives_up_on_a_silent_speculator() -> None:
+def test_a_sequence_is_read_at_once_and_drafted_for_from_its_first_root_on() -> None:
+    bench = Bench()
+    _, box = bench.attach("ngram")
+    sequence = make_sequence()
+    bench.desk.open(sequence)
+    assert list(box.assigned.values()) == [sequence] and box.budgets == [0]
+    assert bench.waits(sequence) == 0.0, "nothing was asked for"
+    bench.advance(sequence, 4)
+    assert [(n.base_committed_len, n.token_ids, n.budget) for n in box.commits] == [(3, (4,), 4)]
+    assert bench.waits(sequence) > 0.0
+
+
+def test_a_step_waits_only_while_the_trees_are_expected_to_save_more() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
-    sequence = make_sequence()
-    assert bench.desk.wait_until(sequence) <= bench.now, "nobody drafts for it"
-    bench.desk.open(sequence)
-    assert bench.desk.wait_until(sequence) == bench.now + MAX_WAIT_S
+    sequence = bench.open(make_sequence())
+    assert bench.waits(sequence) == pytest.approx(0.004), "a new sequence's tree is expected to save one token"
     bench.now += 0.001
-    bench.desk.propose(speculator, 1, _chain(sequence, 7))
-    assert bench.desk.wait_until(sequence) <= bench.now, "the tree is here"
-    for _ in range(3):
-        bench.advance(sequence, 7)
-        assert bench.desk.wait_until(sequence) > bench.now
-        bench.now += 0.05
+    bench.desk.propose(speculator, 1, _chain(sequence, 7, 8))
+    assert bench.waits(sequence) == 0.0, "the tree is here"
+    assert speculator.latency_s == pytest.approx(0.001)
+    bench.advance(sequence, 7, 8, 9)
+    assert bench.waits(sequence) == pytest.approx(0.0048), "1 + 0.2 (2 - 1) tokens"
+    speculator.latency_s = 0.0048 / 1.5 + 1e-6
+    assert bench.waits(sequence) == 0.0, "it takes too long for what it is worth"
+    speculator.latency_s = 0.001
+    bench.prices = Prices(token_s=0.1, row=0.1)
+    assert bench.waits(sequence) == pytest.approx(MAX_WAIT_S)
+
+
+def test_what_waiting_costs_all_is_weighed_against_what_the_trees_bring_together() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    speculator.latency_s = 0.005
+    sequences = [bench.open(make_sequence()) for _ in range(2)]
+    assert bench.waits(sequences[0]) == 0.0, "one tree saves 4 ms"
+    assert bench.waits(*sequences) == pytest.approx(0.008)
+    bench.now += 0.005
+    bench.desk.propose(speculator, 1, _chain(sequences[0], 7))
+    assert bench.waits(*sequences) == 0.0, "only one is missing now"
+
+
+def test_a_tree_at_hand_is_not_waited_for_again() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    bench.desk.propose(speculator, 1, _chain(sequence, 7, 8, 9))
     bench.advance(sequence, 7)
-    assert not speculator.responsive
-    assert bench.desk.wait_until(sequence) <= bench.now
+    assert bench.waits(sequence) == 0.0, "the rest of the last tree is as good as what may come"
+    bench.advance(sequence, 8, 9, 10)
+    assert bench.desk.tree(sequence) is None
+
+
+def test_a_silent_speculator_costs_one_wait_and_is_asked_again_later() -> None:
+    bench = Bench()
+    speculator, box = bench.attach("ngram")
+    sequence, other = bench.open(make_sequence()), bench.open(make_sequence())
+    wait = bench.waits(sequence)
+    assert wait > 0.0
+    bench.now += wait
+    for _ in range(MAX_INTERVAL - 1):
+        bench.advance(sequence, 7)
+        bench.now += 0.004
+        assert bench.waits(sequence, other) == 0.0
+    assert len(box.commits) == 2, "one ask is under way for each"
+    bench.advance(sequence, 7)
+    assert len(box.commits) == 3 and len(box.commits[-1].token_ids) == MAX_INTERVAL, "it may have been lost"
+    assert bench.waits(sequence) == 0.0
+    bench.desk.propose(speculator, 1, _chain(sequence, 7))
+    bench.advance(sequence, 7, 8)
+    assert bench.waits(sequence) > 0.0, "it answers again"
+
+
+def test_one_late_answer_hardly_counts_and_a_slow_speculator_is_not_waited_for() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    for latency_s in (0.001, 0.02, 0.001):
+        bench.now += latency_s
+        bench.desk.propose(speculator, 1, _chain(sequence, 7))
+        bench.advance(sequence, 7, 8)
+    assert speculator.latency_s < 0.0025 and bench.waits(sequence) > 0.0
+    for _ in range(10):
+        bench.now += 0.02
+        bench.desk.propose(speculator, 1, _chain(sequence, 7))
+        bench.advance(sequence, 7, 8)
+    assert bench.waits(sequence) == 0.0
+
+
+def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
+    bench = Bench()
+    speculator, box = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    asked_at = []
+    for position in range(400):
+        bench.now += 0.001
+        if speculator.asked:
+            bench.desk.propose(speculator, 1, _chain(sequence, 77))
+        before = len(box.commits)
+        bench.now += 0.004
+        bench.advance(sequence, position % 50)
+        asked_at += [len(sequence.tokens)] * (len(box.commits) - before)
+    gaps = [b - a for a, b in itertools.pairwise(asked_at)]
+    assert gaps == sorted(gaps) and max(gaps) == MAX_INTERVAL
+    assert len(asked_at) < 400 / MAX_INTERVAL + 14, "the first few told little, then each failure doubles the gap"
+    told = [token for notice in box.commits for token in notice.token_ids]
+    assert told == sequence.tokens[3 : 3 + len(told)], "no gap and no repeat"
     bench.now += 0.001
-    bench.desk.propose(speculator, 1, _chain(sequence, 7))
-    assert speculator.responsive, "a tree in time is forgiven"
-
-
-def test_a_silent_speculator_is_given_up_on_however_fast_the_steps_are() -> None:
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    sequence = make_sequence()
-    bench.desk.open(sequence)
-    bench.now += 0.0001
-    bench.desk.propose(speculator, 1, _chain(sequence, 7))
-    for _ in range(4):  # wait as long as it is told, then a step of half a millisecond: together less than MAX_WAIT_S
-        bench.advance(sequence, 7)
-        bench.now = bench.desk.wait_until(sequence) + 0.0005
-    assert not speculator.responsive
-    assert bench.desk.wait_until(sequence) <= bench.now
-
-
-def test_a_pause_counts_once_however_many_sequences_it_hits() -> None:
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    sequences = [make_sequence() for _ in range(5)]
-    for sequence in sequences:
-        bench.desk.open(sequence)
-    for _ in range(2):
-        bench.now += 0.05
-        for sequence in sequences:
-            bench.advance(sequence, 7)
-    assert speculator.responsive and speculator.misses == 2
-
-
-def test_the_wait_grows_with_answers_that_come_late() -> None:
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    sequence = make_sequence()
-    bench.desk.open(sequence)
-    bench.now += 0.0001
-    bench.desk.propose(speculator, 1, _chain(sequence, 7))
-    for _ in range(6):  # from now on a tree takes 4 ms, and a step that waits no longer half a millisecond
-        bench.advance(sequence, 7)
-        arrives, tree = bench.now + 0.004, _chain(sequence, 7)
-        bench.now = bench.desk.wait_until(sequence) + 0.0005
-        if bench.now < arrives:
-            bench.advance(sequence, 8)
-            bench.now = arrives
-            with pytest.raises(StaleBaseError):
-                bench.desk.propose(speculator, 1, tree)
+    while not speculator.asked:
+        bench.advance(sequence, 1)
+    bench.desk.propose(speculator, 1, _chain(sequence, 7, 8, 9, 10))
     bench.advance(sequence, 7)
-    assert speculator.responsive
-    assert bench.desk.wait_until(sequence) > bench.now + 0.004
+    bench.advance(sequence, 8, 9, 10, 11)
+    assert speculator.asked and bench.waits(sequence) > 0.0, "the first tree that comes true brings every ask back"
 
 
-def test_nobody_waits_for_a_tree_that_was_not_asked_for() -> None:
+def test_a_tree_without_an_idea_counts_as_one_that_failed() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    seen = []
+    for _ in range(6):
+        if speculator.asked:
+            bench.desk.propose(speculator, 1, _chain(sequence))
+        assert bench.waits(sequence) == 0.0 and bench.desk.tree(sequence) is None
+        bench.advance(sequence, 7)
+        seen.append(bench.waits(sequence))
+    assert seen[0] > seen[1] > seen[2] > 0.0
+
+
+def test_pruned_nodes_and_nodes_that_cost_what_they_save_are_worth_nothing() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    right, pruned, costly = (bench.open(make_sequence()) for _ in range(3))
+    for handle, sequence in enumerate((right, pruned, costly), start=1):
+        bench.desk.propose(speculator, handle, _chain(sequence, 7, 8, 9))
+    bench.advance(right, 7, 8, 9, 10)
+    for token in (7, 8, 9):  # each is the bonus token of a step that used none of the tree's nodes
+        bench.advance(pruned, token)
+    bench.advance(costly, 7, 8, 9, 10, spent=3.0)
+    worth = [bench.desk.wait_until([s]) - speculator.silent_since for s in (right, costly)]
+    assert worth == pytest.approx([0.004 * 1.4, 0.004 * 0.8])
+    assert bench.desk._seats[pruned][0].pace.saves == pytest.approx(0.8)
+
+
+def test_nobody_is_assigned_or_asked_where_no_node_would_pay() -> None:
+    bench = Bench()
+    speculator, box = bench.attach("ngram")
     sequence = make_sequence()
     bench.budget = 0
-    bench.desk.open(sequence)
+    bench.open(sequence)
     for _ in range(5):
-        assert bench.desk.wait_until(sequence) <= bench.now
-        bench.now += 0.05
+        assert bench.waits(sequence) == 0.0
         bench.advance(sequence, 7)
-    assert speculator.responsive
+    assert not box.assigned and not box.commits and not speculator.asked
+    bench.budget = 4
+    bench.advance(sequence, 7)
+    assert box.assigned and box.budgets == [4] and bench.waits(sequence) > 0.0, "from here on some would"
+    bench.desk.close(sequence)
+    assert box.released == [1]
+    bench.budget = 0
+    unknown = bench.open(make_sequence())
+    bench.desk.close(unknown)
+    assert box.released == [1], "nothing is released that was never assigned"
 
 
 def test_top_tokens_go_only_to_those_who_want_them() -> None:

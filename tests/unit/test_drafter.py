@@ -285,7 +285,7 @@ def test_configuration_is_checked() -> None:
         {"sources": ()},
         {"verifiers": ()},
         {"max_nodes": 0},
-        {"ssm_dtype": "int8"},
+        {"ssm_dtype": "float16"},
     ):
         with pytest.raises(InvalidArgumentError):
             SpeculatorConfig(folder, "m", **wrong)  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 config = SpeculatorConfig(model_folder=Path("model"), model_name="m")
 build_sources(SourceSettings(config, 100, "hash", frozenset()))
-heavy = [name for name in ("torch", "transformers", "treeserve_engine") if name in sys.modules]
+heavy = [name for name in ("torch", "transformers", "treeserve_engine.runner") if name in sys.modules]
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -7,7 +7,6 @@ import torch
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.config import load_config
 from treeserve_engine.exactness import measure_divergence
-from treeserve_engine.kv_cache import KvCache, kv_bytes
 from treeserve_engine.model import LlamaModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_kernels.tree_attention import tree_attention
@@ -71,12 +70,6 @@ def test_moves_into_a_block_that_was_given_away_do_no_harm(model):
     runner.blocks.add(2)
     assert (_decode(runner, 2, [11, 12, 13]) == _decode(plain, 2, [11, 12, 13])).all()
     assert (_decode(runner, 2, [14]) == _decode(plain, 2, [14])).all()
-
-
-def test_kv_bytes_is_what_a_cache_takes(model):
-    cache = KvCache.allocate(model.config, 24, torch.bfloat16, CPU)
-    taken = sum(t.numel() * t.element_size() for t in (*cache.keys, *cache.values))
-    assert kv_bytes(model.config, torch.bfloat16, 24) == taken
 
 
 def test_measured_divergence_is_zero_here(model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from support.sequences import EOS, make_config, make_sequence
 
@@ -114,6 +116,27 @@ def test_calibration_follows_what_is_accepted() -> None:
     for _ in range(30):
         step(expected=0.0)
     assert learnt < sequence.calibration < 1.0, "what is not tried is forgiven slowly"
+
+
+def test_calibration_learns_from_trees_that_were_not_tried() -> None:
+    bench = Bench()
+    sequence = bench.submit(max_tokens=100)
+    bench.scheduler.admit()
+    bench.prefill(sequence)
+    claims_half = TokenTree((3, 50, 51), (-1, 0, 0), (0.0, math.log(0.25), math.log(0.25)))
+
+    def step(emitted: int) -> None:
+        planned = PlannedSequence(sequence, 1, TokenTree.root_only(sequence.tokens[-1]), untried=claims_half)
+        bench.blocks.reserve(sequence.seq_id, 1)
+        bench.blocks.commit(sequence.seq_id, (0,))
+        bench.scheduler.settle(planned, VerifyOutcome((), (emitted,)))
+
+    for _ in range(20):
+        step(emitted=7)
+    assert sequence.calibration < 0.5
+    for _ in range(40):
+        step(emitted=51)
+    assert sequence.calibration == pytest.approx(2.0, rel=0.1), "claims of a half that always come true"
 
 
 def test_cancel_during_a_step_waits_for_it_and_emits_nothing() -> None:

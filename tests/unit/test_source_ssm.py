@@ -282,17 +282,25 @@ def test_a_failed_pass_leaves_nothing_half_computed(drafting: Drafting, monkeypa
         assert drafting.source.propose(other, 6) == drafting.fresh(other)
 
 
-def _settings(folder: Path, ssm_folder: Path, tokenizer_hash: str) -> SourceSettings:
-    config = SpeculatorConfig(folder, "tiny", sources=(), ssm_folder=ssm_folder, ssm_kv_tokens=256, threads=1)
+def _settings(folder: Path, ssm_folder: Path, tokenizer_hash: str, **changes: Any) -> SourceSettings:
+    changes = {"ssm_kv_tokens": 256, "ssm_dtype": "float32", **changes}
+    config = SpeculatorConfig(folder, "tiny", sources=(), ssm_folder=ssm_folder, threads=1, **changes)
     return SourceSettings(config, Tokenizer.from_folder(folder).vocab_size, tokenizer_hash, frozenset())
 
 
-def test_built_from_a_folder(tiny_model: Path) -> None:
-    settings = _settings(tiny_model, tiny_model, Tokenizer.from_folder(tiny_model).hash)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_built_from_a_folder(tiny_model: Path, dtype: str) -> None:
+    settings = _settings(tiny_model, tiny_model, Tokenizer.from_folder(tiny_model).hash, ssm_dtype=dtype)
     (source,) = build_sources(settings)
     state = DraftSequence(1, _prompt(5), 5, GREEDY, 4)
     source.open(state)
     assert source.name == "ssm" and source.propose(state, 4) is not None
+
+
+def test_a_cache_that_does_not_fit_is_refused_at_once(tiny_model: Path) -> None:
+    tokenizer_hash = Tokenizer.from_folder(tiny_model).hash
+    with pytest.raises(InvalidArgumentError, match=r"ssm_kv_tokens: needs .* lower ssm_kv_tokens to at most \d+"):
+        build_sources(_settings(tiny_model, tiny_model, tokenizer_hash, ssm_kv_tokens=10**12))
 
 
 def test_another_tokenizer_is_refused(tiny_model: Path) -> None:
