@@ -25,19 +25,18 @@ class Tokenizer:
         vocab_size: one more than the highest token id.
         eos_token_ids: ids that end a generation, ascending; empty if the model names none.
         special_ids: ids that carry structure, not text (an end-of-turn mark); decoding leaves them out.
-        hash: SHA-256 (hex) over vocabulary, special ids and merges: under equal hashes every id means the same.
+        hash: SHA-256 (hex) over the vocabulary, merges and added tokens: under equal hashes every id means the same.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], folder: Path) -> None:
-        spec = json.loads(backend.to_str())
-        vocab = sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        spec, model = _parts(backend.to_str())
         self._backend = backend
         self._folder = folder
         self._token_bytes = TokenBytes.from_decoder(spec["decoder"])
-        self.vocab_size: int = vocab[-1][1] + 1
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
-        self.hash = _hash(vocab, self.special_ids, spec["model"].get("merges", []))
+        self.hash = hashlib.sha256(json.dumps([model, spec["added_tokens"]]).encode()).hexdigest()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -106,9 +105,13 @@ class Tokenizer:
         return ChatTemplate.from_folder(self._folder, _read_json(self._folder / "tokenizer_config.json"))
 
 
-def _hash(vocab: list[tuple[str, int]], special_ids: frozenset[int], merges: list[Any]) -> str:
-    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]  # both spellings exist
-    return hashlib.sha256(json.dumps([vocab, sorted(special_ids), pairs]).encode()).hexdigest()
+def _parts(text: str) -> tuple[dict[str, Any], str]:
+    """A tokenizer as the library writes it, always alike: all but the model, parsed, and the model's own text.
+
+    The model (vocabulary and merges) is megabytes and comes last; parsing it would take most of a service's start.
+    """
+    rest, _, model = text.partition(',"model":')
+    return json.loads(rest + "}"), model
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+// The C interface: turns exceptions into statuses.
+#include "api.h"
+
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "checks.h"
+#include "cpu_features.h"
+#include "decoder.h"
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Function>
+TsStatus guarded(Function function) {
+    try {
+        function();
+        return TS_OK;
+    } catch (const std::invalid_argument& error) {
+        last_error = error.what();
+        return TS_INVALID_ARGUMENT;
+    } catch (const std::bad_alloc&) {
+        last_error = "out of memory";
+        return TS_OUT_OF_MEMORY;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+        return TS_INTERNAL;
+    }
+}
+
+}  // namespace
+
+int32_t ts_abi_version() { return TS_ABI_VERSION; }
+
+const char* ts_last_error() { return last_error.c_str(); }
+
+const char* ts_isas() {
+    static const std::string names = [] {
+        std::string joined;
+        for (const treeserve::Kernels* kernels : treeserve::available_kernels()) {
+            if (!joined.empty()) joined += ' ';
+            joined += kernels->name;
+        }
+        return joined;
+    }();
+    return names.c_str();
+}
+
+TsStatus ts_decoder_create(const TsShape* shape, const TsWeights* weights, int32_t threads, const char* isa,
+                           TsDecoder** decoder) {
+    return guarded([&] { *decoder = new TsDecoder(*shape, *weights, threads, isa); });
+}
+
+void ts_decoder_destroy(TsDecoder* decoder) { delete decoder; }
+
+TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, float* logits) {
+    return guarded([&] { decoder->forward(*kv, *batch, logits); });
+}
+
+TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type, TsKvCache** kv) {
+    return guarded([&] { *kv = new TsKvCache(*shape, num_blocks, block_size, type); });
+}
+
+void ts_kv_destroy(TsKvCache* kv) { delete kv; }
+
+int64_t ts_kv_nbytes(const TsKvCache* kv) { return kv->nbytes(); }
+
+TsStatus ts_kv_move(TsKvCache* kv, int64_t count, const int64_t* src, const int64_t* dst) {
+    return guarded([&] { kv->move(count, src, dst); });
+}
+
+TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y) {
+    return guarded([&] { treeserve::apply_linear(*linear, treeserve::find_kernels(isa), rows, x, y); });
+}

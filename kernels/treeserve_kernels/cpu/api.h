@@ -1,0 +1,99 @@
+// The C interface of the native decoder: what the Python wrappers call.
+//
+// A function that can fail returns a TsStatus; ts_last_error() then says why, for the calling thread. A call that fails
+// has changed nothing. Pointers are borrowed for the call, except the weights, which stay the caller's and must outlive
+// the decoder. A decoder serves one call at a time: a second one waits.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TS_EXPORT __attribute__((visibility("default")))
+#define TS_ABI_VERSION 1
+
+typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
+typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
+
+// An int8 linear layer, packed as packing.py describes: panels of 32 outputs, each aligned to 64 bytes.
+typedef struct TsLinear {
+    const uint8_t* panels;  // [ceil(N / 32)][ceil(K / 64) * 16][32][4], weight + 128
+    const float* scales;    // [ceil(N / 32) * 32], in the order of the panels
+    const float* bias;      // like scales, or null
+    int64_t num_outputs;    // N; of an interleaved layer, twice its padded half
+    int64_t num_inputs;     // K
+} TsLinear;
+
+typedef struct TsLayer {
+    const float* input_norm;  // [hidden_size]
+    TsLinear qkv;             // all query heads, then the key heads, then the value heads
+    const float* q_norm;      // [head_dim], or null
+    const float* k_norm;
+    TsLinear attention_output;
+    const float* feed_forward_norm;
+    TsLinear gate_up;  // interleaved: each panel holds 16 gates and the 16 ups that belong to them
+    TsLinear down;
+} TsLayer;
+
+typedef struct TsShape {
+    int64_t vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions;
+    double rms_norm_eps;
+} TsShape;
+
+typedef struct TsWeights {
+    const float* embedding;  // [vocab_size, hidden_size]
+    const TsLayer* layers;   // [num_layers]; copied
+    const float* norm;       // [hidden_size]
+    TsLinear head;
+    const float* rope_cos;  // [max_positions, head_dim / 2]
+    const float* rope_sin;
+} TsWeights;
+
+// One forward pass. KV position p of sequence s is slot block_tables[s, p / block_size] * block_size + p % block_size,
+// and tree node j lives at KV position context_lens[s] + j. A row sees KV positions [0, context_lens[s]) and every node
+// whose bit is set in its ancestor words, its own included.
+typedef struct TsBatch {
+    int64_t num_rows, num_sequences, blocks_per_sequence, words_per_row, num_logits, block_size;
+    const int64_t* input_ids;        // [num_rows]
+    const int64_t* positions;        // [num_rows], rotary positions
+    const int64_t* slot_mapping;     // [num_rows], distinct: where each row's K and V go
+    const int32_t* block_tables;     // [num_sequences, blocks_per_sequence]
+    const int32_t* context_lens;     // [num_sequences]
+    const int32_t* query_offsets;    // [num_sequences + 1]
+    const int32_t* node_offsets;     // [num_sequences], tree node of the sequence's first row
+    const uint64_t* ancestor_words;  // [num_rows, words_per_row]
+    const int64_t* logits_indices;   // [num_logits], rows whose logits are wanted
+} TsBatch;
+
+typedef struct TsDecoder TsDecoder;
+typedef struct TsKvCache TsKvCache;
+
+TS_EXPORT int32_t ts_abi_version(void);
+TS_EXPORT const char* ts_last_error(void);
+
+// Names of the instruction sets this CPU can run, best first, separated by spaces.
+TS_EXPORT const char* ts_isas(void);
+
+TS_EXPORT TsStatus ts_decoder_create(const TsShape* shape, const TsWeights* weights, int32_t threads, const char* isa,
+                                     TsDecoder** decoder);
+TS_EXPORT void ts_decoder_destroy(TsDecoder* decoder);
+
+// Writes float32[num_logits, vocab_size].
+TS_EXPORT TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, float* logits);
+
+TS_EXPORT TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type,
+                                TsKvCache** kv);
+TS_EXPORT void ts_kv_destroy(TsKvCache* kv);
+TS_EXPORT int64_t ts_kv_nbytes(const TsKvCache* kv);
+
+// Copies slot src[i] to slot dst[i] in every layer, in the order of i.
+TS_EXPORT TsStatus ts_kv_move(TsKvCache* kv, int64_t count, const int64_t* src, const int64_t* dst);
+
+// One linear layer alone, as the decoder computes it: x float32[rows, num_inputs] to y float32[rows, num_outputs].
+TS_EXPORT TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y);
+
+#ifdef __cplusplus
+}
+#endif

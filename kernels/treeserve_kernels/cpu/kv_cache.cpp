@@ -1,0 +1,73 @@
+#include "kv_cache.h"
+
+#include <cstring>
+
+#include "checks.h"
+
+using namespace treeserve;
+
+namespace {
+
+int64_t number_bytes(TsKvType type) { return type == TS_KV_FLOAT32 ? 4 : type == TS_KV_BFLOAT16 ? 2 : 1; }
+
+}  // namespace
+
+TsKvCache::TsKvCache(const TsShape& shape, int64_t num_blocks, int64_t block_size, TsKvType type)
+    : num_blocks_(num_blocks), block_size_(block_size), num_layers_(shape.num_layers), num_kv_heads_(shape.num_kv_heads) {
+    check_shape(shape);
+    require(num_blocks >= 1 && num_blocks <= INT32_MAX, "number of blocks ", num_blocks);
+    require(block_size >= 1 && block_size <= INT32_MAX, "block size ", block_size);
+    require(type >= TS_KV_FLOAT32 && type <= TS_KV_INT8, "KV type ", type);
+    groups_per_block_ = (block_size + kLanes - 1) / kLanes;
+    const int64_t bytes = number_bytes(type);
+    layout_.type = type;
+    layout_.head_dim = shape.head_dim;
+    layout_.padded_head_dim = rounded_up(shape.head_dim, kLanes);
+    layout_.values_offset = rounded_up(shape.head_dim * kLanes * bytes, 64);
+    layout_.scales_offset = layout_.values_offset + kLanes * layout_.padded_head_dim * bytes;
+    layout_.cell_bytes = layout_.scales_offset + (type == TS_KV_INT8 ? 2 * kLanes * int64_t{4} : 0);
+    layout_.group_bytes = layout_.cell_bytes * num_kv_heads_;
+    int64_t groups, total;
+    // Places are counted in 32 bits.
+    require(!__builtin_mul_overflow(num_blocks, groups_per_block_, &groups) && groups <= INT32_MAX / kLanes,
+            num_blocks, " blocks of ", block_size, " slots are too many");
+    require(!__builtin_mul_overflow(groups, layout_.group_bytes, &layer_bytes_) &&
+                !__builtin_mul_overflow(layer_bytes_, num_layers_, &total),
+            num_blocks, " blocks of ", block_size, " slots are too large");
+    memory_ = ZeroedMemory(static_cast<size_t>(total));
+}
+
+void TsKvCache::move(int64_t count, const int64_t* src, const int64_t* dst) {
+    require(count >= 0, "number of slots to move ", count);
+    for (int64_t i = 0; i < count; ++i) {
+        require_index("slot to move from", i, src[i], num_slots());
+        require_index("slot to move to", i, dst[i], num_slots());
+    }
+    for (int64_t layer = 0; layer < num_layers_; ++layer) {
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t from = place(src[i]), to = place(dst[i]);
+            if (from == to) continue;
+            char* from_cell = cells(layer, from / kLanes);
+            char* to_cell = cells(layer, to / kLanes);
+            for (int64_t head = 0; head < num_kv_heads_; ++head) {
+                const int64_t at = head * layout_.cell_bytes;
+                copy_slot(from_cell + at, static_cast<int>(from % kLanes), to_cell + at, static_cast<int>(to % kLanes));
+            }
+        }
+    }
+}
+
+void TsKvCache::copy_slot(char* from, int from_lane, char* to, int to_lane) const {
+    const int64_t bytes = number_bytes(layout_.type);
+    for (int64_t d = 0; d < layout_.head_dim; ++d) {
+        std::memcpy(to + (d * kLanes + to_lane) * bytes, from + (d * kLanes + from_lane) * bytes, static_cast<size_t>(bytes));
+    }
+    const int64_t row = layout_.padded_head_dim * bytes;
+    std::memcpy(to + layout_.values_offset + to_lane * row, from + layout_.values_offset + from_lane * row,
+                static_cast<size_t>(row));
+    if (layout_.type != TS_KV_INT8) return;
+    for (int kind = 0; kind < 2; ++kind) {  // of the keys, of the values
+        std::memcpy(to + layout_.scales_offset + (kind * kLanes + to_lane) * 4,
+                    from + layout_.scales_offset + (kind * kLanes + from_lane) * 4, 4);
+    }
+}

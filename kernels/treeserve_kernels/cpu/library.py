@@ -1,0 +1,103 @@
+"""Finds and loads the shared object, and declares its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from treeserve_kernels.cpu import structures as c
+from treeserve_kernels.cpu.build import LIBRARY_NAME
+
+# Names another shared object than the one beside this file, such as one built with sanitizers.
+LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
+_ABI_VERSION = 1
+_OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
+
+
+def library_path() -> Path:
+    """The shared object that `load` loads."""
+    return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name(LIBRARY_NAME))
+
+
+def is_built() -> bool:
+    """Whether the shared object is there and loads."""
+    try:
+        load()
+    except OSError:
+        return False
+    return True
+
+
+def isas() -> tuple[str, ...]:
+    """What this CPU can run, best first, out of "avx512vnni", "avx2" and "portable".
+
+    Raises:
+        OSError: if the shared object is missing or does not load.
+    """
+    names: bytes = load().ts_isas()
+    return tuple(names.decode().split())
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load the shared object.
+
+    Raises:
+        OSError: if it is missing, does not load, or belongs to another version of this package.
+    """
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.ts_abi_version()
+    except (OSError, AttributeError) as error:
+        raise OSError(f"{path} does not load ({error}); build it: python -m treeserve_kernels.cpu.build") from error
+    if found != _ABI_VERSION:
+        raise OSError(f"{path} has interface version {found} instead of {_ABI_VERSION}; build it anew")
+    _declare(library)
+    return library
+
+
+def check(status: int) -> None:
+    """Raise what a function's status stands for.
+
+    Raises:
+        ValueError: for an invalid argument.
+        MemoryError: if memory ran out.
+        RuntimeError: for anything else.
+    """
+    if status == _OK:
+        return
+    message: bytes = load().ts_last_error()
+    error = {_INVALID_ARGUMENT: ValueError, _OUT_OF_MEMORY: MemoryError}.get(status, RuntimeError)
+    raise error(message.decode())
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array's data lie."""
+    pointer: int = array.__array_interface__["data"][0]
+    return pointer
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, int32, int64, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
+    out = ctypes.POINTER(ctypes.c_void_p)
+    shape, linear = ctypes.POINTER(c.Shape), ctypes.POINTER(c.Linear)
+    signatures = {
+        "ts_last_error": (text, ()),
+        "ts_isas": (text, ()),
+        "ts_decoder_create": (int32, (shape, ctypes.POINTER(c.Weights), int32, text, out)),
+        "ts_decoder_destroy": (None, (pointer,)),
+        "ts_decoder_forward": (int32, (pointer, pointer, ctypes.POINTER(c.Batch), pointer)),
+        "ts_kv_create": (int32, (shape, int64, int64, int32, out)),
+        "ts_kv_destroy": (None, (pointer,)),
+        "ts_kv_nbytes": (int64, (pointer,)),
+        "ts_kv_move": (int32, (pointer, int64, pointer, pointer)),
+        "ts_linear_apply": (int32, (linear, text, int64, pointer, pointer)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
