@@ -103,6 +103,8 @@ def _replay(
     emitted: list[int] = []
     log_probs: list[PositionLogProbs] = []
     try:
+        if tree.tree.token_ids[0] != sampler.last_token_id:
+            raise ValueError(f"the root is {tree.tree.token_ids[0]}, the last committed token {sampler.last_token_id}")
         for step, (token_id, child) in enumerate(zip(tokens[:num_walked], children, strict=False)):
             if token_id < 0:
                 raise NonFiniteLogitsError("the model gave logits that are not finite")

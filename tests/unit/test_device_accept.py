@@ -96,6 +96,13 @@ def test_bad_logits_off_the_path_do_no_harm() -> None:
     assert result.outcome is not None and result.outcome.token_ids == (5,)
 
 
+def test_a_tree_that_grows_from_another_token_is_refused() -> None:
+    sampler = sampler_of(SamplingParams(), random.Random(3))
+    tree = TokenTree.root_only((sampler.last_token_id + 1) % VOCAB)
+    (result,) = accept_on_device(torch.zeros(1, VOCAB), [TreeToAccept(tree, sampler)], VOCAB)
+    assert isinstance(result.error, ValueError) and sampler.output_len == 3
+
+
 def test_a_should_stop_that_raises_fails_its_own_sequence() -> None:
     def broken(token_id: int) -> bool:
         raise ValueError("no text")

@@ -58,8 +58,11 @@ void BatchPlan::check_sequences() const {
     require(b.query_offsets[0] == 0, "query_offsets begin with ", b.query_offsets[0], " instead of 0");
     require(b.query_offsets[b.num_sequences] == b.num_rows, "query_offsets end with ", b.query_offsets[b.num_sequences],
             " instead of the number of rows, ", b.num_rows);
+    // All offsets first: they say which rows and words may be read.
     for (int64_t s = 0; s < b.num_sequences; ++s) {
         require(b.query_offsets[s] <= b.query_offsets[s + 1], "query_offsets fall after sequence ", s);
+    }
+    for (int64_t s = 0; s < b.num_sequences; ++s) {
         require(b.context_lens[s] >= 0, "context_lens ", s, " is ", b.context_lens[s]);
         require(b.node_offsets[s] >= 0, "node_offsets ", s, " is ", b.node_offsets[s]);
         if (b.query_offsets[s] == b.query_offsets[s + 1]) continue;

@@ -159,7 +159,6 @@ class Decoder:
         )
         library.check(created)
         self._handle = handle
-        self._batch = c.Batch()
         self._forward = library.load().ts_decoder_forward
         self._free = weakref.finalize(self, library.load().ts_decoder_destroy, handle)
 
@@ -217,7 +216,7 @@ class Decoder:
             raise ValueError("the decoder is closed")
         if kv._shape != self.shape:
             raise ValueError("the KV cache is of another shape than the decoder")
-        batch = self._batch
+        batch = c.Batch()  # one per call: a second thread may fill its own meanwhile
         batch.num_rows, batch.num_sequences, batch.num_logits = len(input_ids), len(context_lens), len(logits_indices)
         batch.blocks_per_sequence, batch.words_per_row = block_tables.shape[-1], ancestor_words.shape[-1]
         batch.block_size = block_size

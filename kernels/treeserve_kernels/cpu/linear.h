@@ -11,13 +11,14 @@ namespace treeserve::TREESERVE_ISA {
 constexpr int kStepInputs = 4;
 constexpr int kStepBytes = kPanelOutputs * kStepInputs;
 constexpr int kPanelGroupBytes = kPanelOutputs * kGroupInputs;
+constexpr int kFetchAhead = 8192;  // what a core reads during one access to memory
 
 // A panel's outputs for some rows, [row][32], before the scales of the weights:
 // the sum over groups of (integer sum of the group) * (scale of the row's group).
 //
-// Fetches the weights at `ahead` into the cache on the way, `lines` lines for each group.
+// With `fetch`, asks for the weights kFetchAhead further on: the panels of a share follow each other in memory.
 template <int Rows>
-void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, float* outputs, const uint8_t* ahead, int lines) {
+void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, float* outputs, bool fetch) {
     const int8_t* inputs = x.values + row * kGroupInputs;
     const float* scales = x.scales + row;
     const int32_t* offsets = x.offsets + row;
@@ -26,13 +27,17 @@ void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, floa
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = broadcast(0.0f);
     for (int64_t left = x.groups; left > 0; --left) {
-        for (int line = 0; line < lines; ++line) __builtin_prefetch(ahead + line * 64, 0, 2);
         Ints totals[Rows][2];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) totals[r][0] = totals[r][1] = first_sum(offsets[r]);
         for (int k = 0; k < kGroupInputs; k += kStepInputs) {
-            const WeightBytes low = load_weights(panel + k * kPanelOutputs);
-            const WeightBytes high = load_weights(panel + k * kPanelOutputs + kStepBytes / 2);
+            const uint8_t* weights = panel + k * kPanelOutputs;
+            if (fetch) {
+                __builtin_prefetch(weights + kFetchAhead);
+                __builtin_prefetch(weights + kFetchAhead + kStepBytes / 2);
+            }
+            const WeightBytes low = load_weights(weights);
+            const WeightBytes high = load_weights(weights + kStepBytes / 2);
 #pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) {
                 const InputBytes input = load_inputs(inputs + r * kGroupInputs + k);
@@ -47,7 +52,6 @@ void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, floa
             sums[r][1] = add(sums[r][1], multiply(to_float(totals[r][1]), scale));
         }
         panel += kPanelGroupBytes;
-        ahead += kPanelGroupBytes;
         inputs += rows * kGroupInputs;
         scales += rows;
         offsets += rows;
@@ -60,12 +64,11 @@ void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, floa
 }
 
 template <int Rows>
-void multiply_rows(int rows, const uint8_t* panel, const Activations& x, int64_t row, float* outputs,
-                   const uint8_t* ahead, int lines) {
+void multiply_rows(int rows, const uint8_t* panel, const Activations& x, int64_t row, float* outputs, bool fetch) {
     if constexpr (Rows > 1) {
-        if (rows < Rows) return multiply_rows<Rows - 1>(rows, panel, x, row, outputs, ahead, lines);
+        if (rows < Rows) return multiply_rows<Rows - 1>(rows, panel, x, row, outputs, fetch);
     }
-    multiply_tile<Rows>(panel, x, row, outputs, ahead, lines);
+    multiply_tile<Rows>(panel, x, row, outputs, fetch);
 }
 
 // Calls finish(row, first half, second half) with the outputs of one panel for every row.
@@ -81,7 +84,7 @@ inline void for_each_output(const TsLinear& linear, const Activations& x, int64_
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = x.rows * tile / tiles;
         const int rows = static_cast<int>(x.rows * (tile + 1) / tiles - row);
-        multiply_rows<kLinearRows>(rows, weights, x, row, outputs, weights + 4096, tile == 0 ? 32 : 0);
+        multiply_rows<kLinearRows>(rows, weights, x, row, outputs, tile == 0);
         for (int r = 0; r < rows; ++r) {
             Floats halves[2];
             for (int h = 0; h < 2; ++h) {

@@ -2,9 +2,20 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <new>
 
 namespace treeserve {
+
+#if defined(__SANITIZE_ADDRESS__)
+
+// From the sanitizer's own heap, where it sees what lies beyond the ends.
+ZeroedMemory::ZeroedMemory(size_t bytes)
+    : data_(static_cast<char*>(std::memset(::operator new(bytes, std::align_val_t{64}), 0, bytes))), bytes_(bytes) {}
+
+ZeroedMemory::~ZeroedMemory() { ::operator delete(data_, std::align_val_t{64}); }
+
+#else
 
 ZeroedMemory::ZeroedMemory(size_t bytes) {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -19,5 +30,7 @@ ZeroedMemory::ZeroedMemory(size_t bytes) {
 ZeroedMemory::~ZeroedMemory() {
     if (data_) munmap(data_, bytes_);
 }
+
+#endif
 
 }  // namespace treeserve

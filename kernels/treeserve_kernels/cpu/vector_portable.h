@@ -61,7 +61,7 @@ inline Floats load_first(const float* p, int64_t count) {
 }
 inline void store(float* p, const Floats& x) { std::memcpy(p, x.lane, sizeof x.lane); }
 inline void store_first(float* p, const Floats& x, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) p[i] = x.lane[i];
+    for (int64_t i = 0; i < count && i < 16; ++i) p[i] = x.lane[i];
 }
 inline void store_bytes(int8_t* p, const Ints& x) {
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(x.lane[i]);

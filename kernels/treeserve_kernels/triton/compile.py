@@ -2,64 +2,39 @@
 
     python -m treeserve_kernels.triton.compile [--arch 80 90] [--dtype bfloat16] [--head-dim 64 128] [--json FILE]
 
-A variant that does not compile ends the run with its error. Registers and stack come from the cubin itself; a kernel
-keeps nothing on the stack but what did not fit in registers.
+A variant that does not compile, or that spills registers, ends the run with an error. The numbers are ptxas's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from treeserve_kernels.triton import kv, tree_attention
+from treeserve_kernels.triton.variants import DTYPES, HEAD_DIMS, Variant, variants
 
 ARCHES = (80, 90, 100)
-DTYPES = ("float32", "float16", "bfloat16")
-HEAD_DIMS = (64, 128)
-# The variants' block size and query heads per KV head; neither changes a kernel's shape.
-BLOCK_SIZE = 16
-GROUP = 4
-KV_WIDTH = 1024
-
-_POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
 _WARP_SIZE = 32
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a kernel: the types of its run-time arguments by name, and its constants."""
-
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, int | str]
-    options: Mapping[str, int | bool]
-    label: str
-
-    def source(self) -> ASTSource:
-        """The kernel with pointers assumed aligned to 16 bytes, as torch allocates them."""
-        names = self.kernel.arg_names
-        signature = {name: self.types.get(name, "constexpr" if name in self.constants else "i32") for name in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-        return ASTSource(self.kernel, signature, dict(self.constants), aligned)
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled variant costs on one architecture; sizes in bytes, stack per thread, shared per program."""
+    """What a compiled variant costs on one architecture.
+
+    Sizes in bytes: stack and spills per thread, shared per program. Spills count what is stored and loaded again.
+    """
 
     kernel: str
     variant: str
@@ -67,106 +42,70 @@ class Report:
     num_warps: int
     registers: int
     stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
     shared_bytes: int
     cubin_bytes: int
     compile_s: float
 
-
-def variants(dtypes: Sequence[str] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Variant]:
-    """Every kernel for every dtype, head size and row tile that a launch can choose."""
-    for dtype in dtypes:
-        for head_dim in head_dims:
-            for tile_rows in tree_attention.tile_row_choices(getattr(torch, dtype)):
-                # One split writes the model's dtype; several write float32 parts.
-                for out in sorted({dtype, "float32"}):
-                    yield _attention(dtype, out, head_dim, tile_rows)
-            yield _merge(dtype, head_dim)
-        yield from _kv(dtype)
+    @property
+    def spills(self) -> bool:
+        """Whether something did not fit in registers."""
+        return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
 
 
-def compile_variant(variant: Variant, arch: int) -> Report:
-    """Compiles one variant to a cubin for sm_`arch` and reads its resource usage.
+@dataclass(frozen=True)
+class Compiled:
+    """A variant's report and the PTX it was assembled from."""
+
+    report: Report
+    ptx: str
+
+
+def compile_variant(variant: Variant, arch: int) -> Compiled:
+    """Compiles one variant to a cubin for sm_`arch`, past Triton's cache: only then does ptxas say what it did.
 
     Raises:
-        RuntimeError: if the cubin does not state its registers; Triton's own errors if it does not compile.
+        RuntimeError: if ptxas does not state its registers; Triton's own errors if the variant does not compile.
     """
     begin = time.perf_counter()
-    compiled = triton.compile(
-        variant.source(), target=GPUTarget("cuda", arch, _WARP_SIZE), options=dict(variant.options)
-    )
+    log = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(log):
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            variant.source(), target=GPUTarget("cuda", arch, _WARP_SIZE), options=dict(variant.options)
+        )
     compile_s = time.perf_counter() - begin
-    cubin: bytes = compiled.asm["cubin"]
-    registers, stack_bytes = _resource_usage(cubin)
-    return Report(
+    frame, registers = _FRAME.search(log.getvalue()), _REGISTERS.search(log.getvalue())
+    if frame is None or registers is None:
+        raise RuntimeError(f"ptxas reports no registers: {log.getvalue()!r}")
+    stack, stores, loads = map(int, frame.groups())
+    report = Report(
         kernel=compiled.name,
         variant=variant.label,
         arch=arch,
         num_warps=compiled.metadata.num_warps,
-        registers=registers,
-        stack_bytes=stack_bytes,
+        registers=int(registers[1]),
+        stack_bytes=stack,
+        spill_store_bytes=stores,
+        spill_load_bytes=loads,
         shared_bytes=compiled.metadata.shared,
-        cubin_bytes=len(cubin),
+        cubin_bytes=len(compiled.asm["cubin"]),
         compile_s=round(compile_s, 3),
     )
-
-
-def _attention(dtype: str, out: str, head_dim: int, tile_rows: int) -> Variant:
-    torch_dtype = getattr(torch, dtype)
-    data = dict.fromkeys(("q_ptr", "k_cache", "v_cache"), _POINTERS[dtype])
-    tables = dict.fromkeys(("block_tables", "context_lens", "query_offsets", "node_offsets"), "*i32")
-    other = {"out_ptr": _POINTERS[out], "lse_ptr": "*fp32", "ancestor_words": "*i64", "scale_log2": "fp32"}
-    constants: dict[str, int | str] = {
-        "block_size": BLOCK_SIZE,
-        "group": GROUP,
-        "head_dim": head_dim,
-        "head_block": triton.next_power_of_2(head_dim),
-        "tile_rows": tile_rows,
-        "split_positions": tree_attention.SPLIT_POSITIONS,
-        "precision": tree_attention.dot_precision(torch_dtype),
-    }
-    label = f"{dtype}->{out} head_dim={head_dim} rows={tile_rows}"
-    options = tree_attention.compile_options(torch_dtype, tile_rows)
-    return Variant(tree_attention.attention_kernel, data | tables | other, constants, options, label)
-
-
-def _merge(dtype: str, head_dim: int) -> Variant:
-    types = {"split_out_ptr": "*fp32", "split_lse_ptr": "*fp32", "out_ptr": _POINTERS[dtype]}
-    head_block = triton.next_power_of_2(head_dim)
-    constants = {"head_dim": head_dim, "head_block": head_block, "tile_rows": tree_attention.MERGE_ROWS}
-    return Variant(
-        tree_attention.merge_kernel, types, constants, {"enable_fp_fusion": True}, f"{dtype} head_dim={head_dim}"
-    )
-
-
-def _kv(dtype: str) -> Iterator[Variant]:
-    pointer = _POINTERS[dtype]
-    types = {"cache": pointer, "values": pointer, "slots": "*i64"}
-    copies = {"enable_fp_fusion": False}
-    yield Variant(kv.write_kernel, types, {"width_block": KV_WIDTH}, copies, f"{dtype} width={KV_WIDTH}")
-    types = {"cache": pointer, "src": "*i64", "dst": "*i64"}
-    tile = {"moves_per_tile": kv.MOVES_PER_TILE, "move_width": kv.MOVE_WIDTH}
-    yield Variant(kv.move_kernel, types, tile, copies, f"{dtype} tile={kv.MOVES_PER_TILE}x{kv.MOVE_WIDTH}")
-
-
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as cuobjdump reads them from the cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+)\s+STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump reports no registers: {text!r}")
-    return int(found[1]), int(found[2])
+    return Compiled(report, compiled.asm["ptx"])
 
 
 def _table(reports: Sequence[Report]) -> Iterator[str]:
-    yield f"{'kernel':<17}{'variant':<44}{'arch':>5}{'warps':>6}{'regs':>5}{'stack B':>8}{'shared B':>9}{'seconds':>8}"
+    yield (
+        f"{'kernel':<17}{'variant':<42}{'arch':>5}{'warps':>6}{'regs':>5}{'stack B':>8}"
+        f"{'spilled B: st':>14}{'ld':>5}{'shared B':>9}{'seconds':>8}"
+    )
     for r in reports:
         yield (
-            f"{r.kernel:<17}{r.variant:<44}{r.arch:>5}{r.num_warps:>6}{r.registers:>5}{r.stack_bytes:>8}"
-            f"{r.shared_bytes:>9}{r.compile_s:>8.2f}"
+            f"{r.kernel:<17}{r.variant:<42}{r.arch:>5}{r.num_warps:>6}{r.registers:>5}{r.stack_bytes:>8}"
+            f"{r.spill_store_bytes:>14}{r.spill_load_bytes:>5}{r.shared_bytes:>9}{r.compile_s:>8.2f}"
         )
 
 
@@ -174,13 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the chosen variants, prints a table and writes JSON if asked; the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m treeserve_kernels.triton.compile", description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, help="compute capabilities, such as 90")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="of attention and KV kernels")
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--json", type=Path, help="also write the reports here")
     args = parser.parse_args(argv)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: interpreted kernels cannot be compiled")
-    reports = [compile_variant(v, arch) for v in variants(args.dtype, args.head_dim) for arch in args.arch]
+    reports = [compile_variant(v, arch).report for v in variants(args.dtype, args.head_dim) for arch in args.arch]
     print("\n".join(_table(reports)))
     if args.json is not None:
         result = {
@@ -190,7 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    spilling = [f"{r.kernel} {r.variant} sm_{r.arch}" for r in reports if r.spills]
+    if spilling:
+        print(f"registers spill in: {', '.join(spilling)}", file=sys.stderr)
+    return 1 if spilling else 0
 
 
 if __name__ == "__main__":

@@ -215,14 +215,21 @@ def tile_row_choices(dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def compile_options(dtype: torch.dtype, tile_rows: int) -> dict[str, int | bool]:
-    """Triton's options for the attention kernel, chosen so that no variant spills (see `compile`).
+    """Triton's options for the attention kernel, chosen so that no variant spills (see `compile`) or takes more shared
+    memory than the smallest GPUs of these series have.
 
     The block table and the KV it points to are loaded in a chain, so Triton keeps (num_stages - 1) // 2 KV tiles in
     flight.
     """
-    if dtype == torch.float32:
-        return {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
-    return {"num_warps": 4 if tile_rows == SMALL_TILE_ROWS else 8, "num_stages": 5, "enable_fp_fusion": True}
+    if dtype != torch.float32 and tile_rows == SMALL_TILE_ROWS:
+        return {"num_warps": 4, "num_stages": 5, "enable_fp_fusion": True}
+    return {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
+
+
+def head_block_of(head_dim: int) -> int:
+    """Columns of a tile: a power of two, and no fewer than the matrix units multiply."""
+    block: int = max(16, triton.next_power_of_2(head_dim))
+    return block
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -273,7 +280,7 @@ def tree_attention_triton(
     split_shape = (plan.num_splits, num_queries, num_heads)
     split_out = q.new_empty((*split_shape, head_dim), dtype=torch.float32) if is_split else out
     split_lse = q.new_full(split_shape, -math.inf, dtype=torch.float32)
-    head_block = triton.next_power_of_2(head_dim)
+    head_block = head_block_of(head_dim)
     attention_kernel[(plan.num_tiles, num_kv_heads, plan.num_splits)](
         q.contiguous(), k_cache, v_cache, split_out, split_lse,
         meta.block_tables.contiguous(), meta.context_lens, meta.query_offsets, meta.node_offsets,
