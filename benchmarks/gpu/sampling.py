@@ -109,7 +109,7 @@ def check_batch(device: Device, size: Size, params: str) -> SamplingResult:
     tokens = choose_tokens_triton(logits, rows)
     twin = choose_tokens(logits, rows)
     expected = [_after(tree, node).next_token(row) for (tree, node), row in zip(_nodes(trees), on_host, strict=True)]
-    outcomes = [r.outcome for r in accept_on_device(logits, trees(), size.vocab_size, TRITON)]
+    outcomes = _accept_on_device(logits, trees())
     return SamplingResult(
         params=params,
         size=size,
@@ -120,7 +120,7 @@ def check_batch(device: Device, size: Size, params: str) -> SamplingResult:
         walk_agrees=torch.equal(walk_trees_triton(tokens, rows), walk_trees(tokens, rows)),
         choose_ms=device.median_ms(lambda: choose_tokens_triton(logits, rows)),
         walk_ms=device.median_ms(lambda: walk_trees_triton(tokens, rows)),
-        accept_ms=_median_ms(lambda ts: accept_on_device(logits, ts, size.vocab_size, TRITON), trees, device),
+        accept_ms=_median_ms(lambda ts: _accept_on_device(logits, ts), trees, device),
         host_ms=_median_ms(lambda ts: _accept_on_host(logits, ts), trees, device),
     )
 
@@ -151,6 +151,10 @@ def _tree(rng: random.Random, params: str, size: Size) -> TreeToAccept:
     parents = (-1, *(rng.randrange(i) for i in range(1, size.nodes)))
     carried = rng.sample(range(size.vocab_size), size.nodes - 1)
     return TreeToAccept(TokenTree((sampler.last_token_id, *carried), parents), sampler)
+
+
+def _accept_on_device(logits: torch.Tensor, trees: Sequence[TreeToAccept]) -> list[VerifyOutcome]:
+    return [commit()[0] for commit in accept_on_device(logits, trees, logits.shape[1], TRITON)]
 
 
 def _accept_on_host(logits: torch.Tensor, trees: Sequence[TreeToAccept]) -> list[VerifyOutcome]:

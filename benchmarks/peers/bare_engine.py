@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.peers.peer import Reply, Settings
 from benchmarks.peers.tasks import Request
-from benchmarks.peers.worker import Worker, first_token_s, serve
+from benchmarks.peers.worker import WorkerPeer, serve
 from treeserve_core.sampling import SamplingParams
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.loading import load_model
@@ -25,48 +25,23 @@ _BLOCK_SIZE = 16
 _SEQUENCE = 0
 
 
-class BareEngine:
+class BareEngine(WorkerPeer):
     """The loop as a peer of the benchmark, in a process of its own."""
 
     systems: tuple[str, ...] = (SYSTEM,)
     stays_up = False
 
     def __init__(self, settings: Settings, dtype: str, kv_dtype: str, threads: int) -> None:
-        self.threads = threads
-        self.pid = 0
-        self.command = ""
-        self._arguments = (settings.folder, settings.cache, dtype, kv_dtype, str(threads))
-        self._worker: Worker | None = None
-
-    def missing(self) -> str | None:
-        """It is the project itself."""
-        return None
+        arguments = (settings.folder, settings.cache, dtype, kv_dtype, str(threads))
+        super().__init__("benchmarks.peers.bare_engine", arguments, threads, {})
 
     def version(self) -> str:
         """The project's."""
-        return "treeserve"
+        return f"treeserve {version('treeserve')}"
 
     def unsupported(self, system: str, batch: int) -> str | None:
         """It runs one sequence."""
         return "runs one sequence" if batch > 1 else None
-
-    def start(self) -> float:
-        """See `Peer.start`."""
-        began = time.monotonic()
-        self._worker = Worker("benchmarks.peers.bare_engine", self._arguments, {})
-        self.pid, self.command = self._worker.pid, self._worker.shown
-        return first_token_s(self._worker, SYSTEM, began)
-
-    def generate(self, system: str, requests: Sequence[Request], concurrency: int) -> list[Reply]:
-        """See `Peer.generate`."""
-        assert self._worker is not None
-        return self._worker.generate(system, requests, concurrency)
-
-    def stop(self) -> None:
-        """See `Peer.stop`."""
-        if self._worker is not None:
-            self._worker.stop()
-        self._worker = None
 
 
 class _Loop:

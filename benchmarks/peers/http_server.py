@@ -9,10 +9,7 @@ from typing import Any
 from benchmarks.peers.client import HttpClient, free_port, wait_for_health
 from benchmarks.peers.peer import PeerError, Reply, Settings
 from benchmarks.peers.process import Program
-from benchmarks.peers.tasks import Request
-
-# Any prompt will do for the first token; this one is of no task.
-FIRST = Request("first", (1, 2, 3, 4), 1)
+from benchmarks.peers.tasks import FIRST, Request
 
 
 class HttpServer:

@@ -37,8 +37,8 @@ class Rounds:
     """Runs a plan and gathers what came out.
 
     Peers of a group take their turn together: at batch size 1 each request goes to all their systems one after the
-    other, so that what is compared closely is measured within seconds. A group in which
-    a peer fails is skipped from then on.
+    other, so that what is compared closely is measured within seconds. A group in which a peer fails is skipped from
+    then on.
 
     Args:
         groups: those that can run here.

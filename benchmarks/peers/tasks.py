@@ -24,6 +24,10 @@ class Request:
     max_tokens: int
 
 
+# The first request of all to a system. Any prompt will do; this one is of no task.
+FIRST = Request("first", (1, 2, 3, 4), 1)
+
+
 def load_tasks(folder: Path = _FOLDER) -> dict[str, list[Conversation]]:
     """The conversations of each task, from `folder`/<task>.jsonl with one ``{"messages": [...]}`` a line."""
     return {

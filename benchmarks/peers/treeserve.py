@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.peers.client import run_all
 from benchmarks.peers.peer import PeerError, Reply, Settings
 from benchmarks.peers.process import Program
-from benchmarks.peers.tasks import Request
+from benchmarks.peers.tasks import FIRST, Request
 from treeserve_client import AsyncClient, TreeserveClientError
 from treeserve_verifier.config import default_threads
 
@@ -64,7 +64,7 @@ class Treeserve:
         address = self._program.read_line().split("grpc=")[1].split()[0]
         self._runner = asyncio.Runner()
         self._client = self._runner.run(_connect(address))
-        self.generate(OFF, [Request("first", (1, 2, 3, 4), 1)], 1)
+        self.generate(OFF, [FIRST], 1)
         return time.monotonic() - began
 
     def generate(self, system: str, requests: Sequence[Request], concurrency: int) -> list[Reply]:

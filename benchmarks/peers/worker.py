@@ -1,45 +1,66 @@
-"""A peer that is a Python program of this package and speaks JSON lines over its standard input and output."""
+"""Peers that are Python programs of this package and speak JSON lines over their standard input and output."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.peers.peer import Reply
 from benchmarks.peers.process import Program
-from benchmarks.peers.tasks import Request
+from benchmarks.peers.tasks import FIRST, Request
 
 Generate = Callable[[str, list[Request], int], list[Reply]]
 
 
-class Worker:
-    """The parent's side: starts the module and passes requests on.
+class WorkerPeer:
+    """The parent's side: starts a module and passes requests on. Of a `Peer` it lacks what systems there are.
 
     Args:
         module: run with ``python -m``; it calls `serve`.
         arguments: of the module.
+        threads: of its computation.
         environ: added to the environment.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], environ: dict[str, str]) -> None:
-        self.shown = " ".join(("python", "-m", module, *arguments))
-        self._program = Program((sys.executable, "-m", module, *arguments), environ, piped=True)
-        self.pid = self._program.pid
+    systems: tuple[str, ...] = ()
+
+    def __init__(self, module: str, arguments: Sequence[str], threads: int, environ: Mapping[str, str]) -> None:
+        self.threads = threads
+        self.pid = 0
+        self.command = ""
+        self._arguments = ("-m", module, *arguments)
+        self._environ = environ
+        self._program: Program | None = None
+
+    def missing(self) -> str | None:
+        """It is the project itself, or among its own packages."""
+        return None
+
+    def start(self) -> float:
+        """See `Peer.start`."""
+        began = time.monotonic()
+        self._program = Program((sys.executable, *self._arguments), self._environ, piped=True)
+        self.pid, self.command = self._program.pid, " ".join(("python", *self._arguments))
+        self.generate(self.systems[0], [FIRST], 1)
+        return time.monotonic() - began
 
     def generate(self, system: str, requests: Sequence[Request], concurrency: int) -> list[Reply]:
-        """Run requests there. Raises PeerError if it ended."""
+        """See `Peer.generate`."""
+        assert self._program is not None
         job = {"system": system, "requests": [asdict(r) for r in requests], "concurrency": concurrency}
         self._program.check_alive()
         print(json.dumps(job), file=self._program.stdin, flush=True)
         return [Reply(**reply) for reply in json.loads(self._program.read_line())]
 
     def stop(self) -> None:
-        """End it."""
-        self._program.stop()
+        """See `Peer.stop`."""
+        if self._program is not None:
+            self._program.stop()
+        self._program = None
 
 
 def serve(generate: Generate) -> None:
@@ -50,9 +71,3 @@ def serve(generate: Generate) -> None:
         requests = [Request(r["task"], tuple(r["token_ids"]), r["max_tokens"]) for r in job["requests"]]
         done = generate(job["system"], requests, job["concurrency"])
         print(json.dumps([asdict(reply) for reply in done]), file=replies, flush=True)
-
-
-def first_token_s(worker: Worker, system: str, began: float) -> float:
-    """Generate one token; returns the seconds since `began`, when the worker was started."""
-    worker.generate(system, [Request("first", (1, 2, 3, 4), 1)], 1)
-    return time.monotonic() - began

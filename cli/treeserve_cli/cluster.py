@@ -44,7 +44,8 @@ class LocalCluster:
         self.config = config
         self.grpc_address = f"{_HOST}:{config.grpc_port or _free_port()}"
         self.http_address = f"{_HOST}:{config.http_port or _free_port()}"
-        self.run_dir = config.run_dir or Path(tempfile.gettempdir()) / f"treeserve-{secrets.token_hex(4)}"
+        run_dir = config.run_dir or Path(tempfile.gettempdir()) / f"treeserve-{secrets.token_hex(4)}"
+        self.run_dir = run_dir.absolute()  # Valkey changes its working folder
         self._report = report
         self._supervisor: Supervisor | None = None
 

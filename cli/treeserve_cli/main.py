@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +18,15 @@ from rich.table import Column, Table
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.demo import run_demo
 from treeserve_cli.layout import ClusterConfig
-from treeserve_client import Client, Completion, GenerateParams, Stream, TreeserveClientError, Unavailable
+from treeserve_client import (
+    AcceptanceRule,
+    Client,
+    Completion,
+    GenerateParams,
+    Stream,
+    TreeserveClientError,
+    Unavailable,
+)
 from treeserve_core.errors import TreeserveError
 from treeserve_wire.config import ConfigError, load_config
 
@@ -36,14 +43,6 @@ app = typer.Typer(
 )
 
 Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
-
-
-class Acceptance(StrEnum):
-    """Acceptance rules as `generate` names them."""
-
-    REPLAY = "replay"
-    MULTI_STEP = "multi_step"
-    TYPICAL = "typical"
 
 
 def _tell(message: object) -> None:
@@ -94,7 +93,7 @@ def up(context: typer.Context) -> None:
             threading.Event().wait()
     except KeyboardInterrupt:
         return  # a second one, while stopping, ends this process and its children at once
-    except (ClusterError, TreeserveError) as error:
+    except (ClusterError, TreeserveError, OSError) as error:
         raise _fail(error) from None
 
 
@@ -108,7 +107,7 @@ def demo(context: typer.Context) -> None:
             same = run_demo(cluster.grpc_address, started_at, Console())
     except KeyboardInterrupt:
         return
-    except (ClusterError, TreeserveError, TreeserveClientError) as error:
+    except (ClusterError, TreeserveError, TreeserveClientError, OSError) as error:
         raise _fail(error) from None
     if not same:
         raise typer.Exit(1)
@@ -143,12 +142,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")] = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly.")] = False,
     acceptance: Annotated[
-        Acceptance,
+        AcceptanceRule,
         typer.Option(
             help="How drafted tokens are accepted. Only replay gives the tokens of --no-speculation; multi_step keeps "
             "their distribution; typical is LOSSY."
         ),
-    ] = Acceptance.REPLAY,
+    ] = "replay",
     typical_epsilon: Annotated[
         float | None, typer.Option(help="Of typical: a token passes above min(epsilon, delta * exp(-entropy)).")
     ] = None,
@@ -165,7 +164,7 @@ def generate(
         "seed": seed,
         "stop": stop,
         "speculation": not no_speculation,
-        "acceptance": acceptance.value,
+        "acceptance": acceptance,
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
     }
@@ -183,7 +182,7 @@ def generate(
             else:
                 _print_text(stream)
             if stream.result.speculation.lossy:
-                _tell(f"LOSSY: accepted by {acceptance.value}, not the distribution of plain decoding")
+                _tell(f"LOSSY: accepted by {acceptance}, not the distribution of plain decoding")
     except TreeserveClientError as error:
         raise _fail_call(error, address) from None
 

@@ -13,6 +13,7 @@ from treeserve_client.errors import (
 )
 from treeserve_client.request import GenerateParams
 from treeserve_client.types import (
+    AcceptanceRule,
     Chunk,
     Completion,
     Model,
@@ -24,6 +25,7 @@ from treeserve_client.types import (
 )
 
 __all__ = [
+    "AcceptanceRule",
     "AsyncClient",
     "AsyncStream",
     "Cancelled",

@@ -3,27 +3,27 @@
 There is no generator state to move: the noise of a token depends on nothing but its own counter, so a token drawn
 alone, in a tree, in any batch, by the drafter or after migration sees the same number. Every operation is exact integer
 arithmetic or a correctly rounded IEEE double operation in a fixed order (no library logarithm, no fused multiply-add),
-so numpy and torch give the same bits; `tests/exact/test_noise.py` holds them to it.
+so the kernels' own versions in torch and Triton give the same bits; the tests hold them to it.
 
-Written once over operators that numpy arrays and torch tensors share. Integers are int64 throughout (wrapping), because
-torch has no full uint64 arithmetic.
+Integers are int64 throughout (wrapping), as there: torch has no full uint64 arithmetic.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
-LN2_HIGH = 6.93147180369123816490e-01
-LN2_LOW = 1.90821492927058770002e-10
+_LN2_HIGH = 6.93147180369123816490e-01
+_LN2_LOW = 1.90821492927058770002e-10
 _MANTISSA = (1 << 52) - 1
 _ONE_BITS = 1023 << 52
 _SQRT2_MANTISSA = 0x6A09E667F3BCD
@@ -46,52 +46,45 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _shift_right(x: Any, bits: int) -> Any:
+def _shift_right(x: Int64Array, bits: int) -> Int64Array:
     """Logical shift of int64 values."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: Int64Array) -> Int64Array:
     """SplitMix64's finaliser on int64 arrays."""
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
     return x ^ _shift_right(x, 31)
 
 
-def stream_key(seed: int, position: int) -> int:
+def _key(seed: int, position: int) -> int:
     """Key of one output position: a signed 64-bit integer."""
     return _signed(_mix_int(_mix_int(seed + _GOLDEN) + (position + 1) * _GOLDEN))
 
 
-def uniform_counters(seed: int, position: int, token_ids: Any) -> Any:
-    """Odd numerators k of U = k / 2^53 in (0, 1), as int64, for int64 token ids (numpy array or torch tensor)."""
-    bits = _mix(_mix((token_ids + 1) * _signed(_GOLDEN) ^ stream_key(seed, position)))
+def uniform_counters(seed: int, position: int, token_ids: Int64Array) -> Int64Array:
+    """Odd numerators k of U = k / 2^53 in (0, 1), for token ids."""
+    bits = _mix(_mix((token_ids + 1) * _signed(_GOLDEN) ^ _key(seed, position)))
     return (_shift_right(bits, 12) << 1) | 1
 
 
-def split_float(bits: Any) -> tuple[Any, Any]:
-    """Exponent e and the bits of m with value = m * 2^e, m in [sqrt(1/2), sqrt(2)), from a positive double's bits."""
+def exact_log(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Natural logarithm of positive normal doubles, reproducible bit for bit on any IEEE machine.
+
+    2 atanh((m - 1) / (m + 1)) for x = m * 2^e with m in [sqrt(1/2), sqrt(2)): series to s^19 in a fixed order.
+    """
+    bits = x.view(np.int64)
     mantissa = bits & _MANTISSA
-    above = mantissa - _SQRT2_MANTISSA  # negative below sqrt(2)
-    halve = 1 + (above >> 63)  # 1 if the mantissa is at least sqrt(2)
-    exponent = _shift_right(bits, 52) - 1023 + halve
-    return exponent, mantissa + (_ONE_BITS - (halve << 52))
-
-
-def log_of_split(exponent: Any, m: Any) -> Any:
-    """log(m * 2^exponent) by log m = 2 atanh((m - 1) / (m + 1)), series to s^19, in a fixed order of operations."""
+    halve = 1 + ((mantissa - _SQRT2_MANTISSA) >> 63)  # 1 if the mantissa is at least sqrt(2)
+    exponent = (_shift_right(bits, 52) - 1023 + halve).astype(np.float64)
+    m = (mantissa + (_ONE_BITS - (halve << 52))).view(np.float64)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
     p = z * (2.0 / 19.0) + 2.0 / 17.0
     for n in (15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0):
         p = p * z + 2.0 / n
-    return exponent * LN2_HIGH + (exponent * LN2_LOW + (s * 2.0 + (s * z) * p))
-
-
-def exact_log(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Natural logarithm of positive normal doubles, reproducible bit for bit on any IEEE machine."""
-    exponent, m_bits = split_float(x.view(np.int64))
-    result: npt.NDArray[np.float64] = log_of_split(exponent.astype(np.float64), m_bits.view(np.float64))
+    result: npt.NDArray[np.float64] = exponent * _LN2_HIGH + (exponent * _LN2_LOW + (s * 2.0 + (s * z) * p))
     return result
 
 
@@ -120,5 +113,4 @@ class UniformStream(IntEnum):
 def uniforms(seed: int, position: int, stream: UniformStream, count: int) -> npt.NDArray[np.float64]:
     """The first `count` uniforms in (0, 1) of a stream at an output position: float64[count]."""
     counters = -(2 * np.arange(count, dtype=np.int64) + stream)  # below 0: no token id's noise
-    numerators: npt.NDArray[np.int64] = uniform_counters(seed, position, counters)
-    return numerators.astype(np.float64) * 2.0**-53
+    return uniform_counters(seed, position, counters).astype(np.float64) * 2.0**-53

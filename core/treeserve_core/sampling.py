@@ -71,6 +71,11 @@ class SamplingParams:
         """Whether tokens are chosen by argmax."""
         return self.temperature == 0.0
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether the tokens so far matter to the next one's logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 @dataclass(frozen=True)
 class StoppingCriteria:

@@ -8,6 +8,7 @@ they are. The other rules are a request's explicit choice: `multi_step` keeps th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +21,35 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine import multi_step, typical
 from treeserve_engine.next_token import DoubleArray, next_token, position_log_probs, target_distribution
 from treeserve_engine.processors import FloatArray, TokenContext
-from treeserve_engine.sampler_state import SamplerState
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What a sequence's next tokens depend on besides their logits.
+
+    Attributes:
+        params: how to choose.
+        context: the tokens so far.
+        position: of the next token.
+        blocked_ids: ids that must not be chosen before position `unblocked_from`.
+    """
+
+    params: SamplingParams
+    context: TokenContext
+    position: int
+    blocked_ids: tuple[int, ...]
+    unblocked_from: int
+
+    @property
+    def edits(self) -> bool:
+        """Whether a logit may change before the choice."""
+        return self.params.is_penalised or bool(self.params.logit_bias) or self.position < self.unblocked_from
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether not every token may be drawn."""
+        p = self.params
+        return not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
 
 class SequenceSampler:
@@ -198,11 +227,16 @@ def accept(
     return VerifyOutcome(tuple(accepted_nodes), tuple(token_ids), sampler.finish_reason, tuple(log_probs))
 
 
+def is_replayed(sampler: SequenceSampler, acceptance: Acceptance) -> bool:
+    """Whether a tree's tokens are those of plain decoding."""
+    return sampler.is_greedy or acceptance.rule is AcceptanceRule.REPLAY
+
+
 def _chooser(
     tree: TokenTree, logits_of: Callable[[int], FloatArray], sampler: SequenceSampler, acceptance: Acceptance
 ) -> Callable[[int, FloatArray], int]:
     """What chooses the token after a node that the walk has reached, given its logits."""
-    if sampler.is_greedy or acceptance.rule is AcceptanceRule.REPLAY:
+    if is_replayed(sampler, acceptance):
         return lambda node, logits: sampler.next_token(logits)
     if acceptance.rule is AcceptanceRule.MULTI_STEP:
         return lambda node, logits: _multi_step(tree, node, logits, sampler)

@@ -71,8 +71,13 @@ def map_arrays(path: Path, hash_of: Callable[[Path], str]) -> Mapping[str, Any]:
         raise DamagedFileError("its end is missing")
     if hash_of(path) != digest.hex():
         raise DamagedFileError("its content has changed")
-    index = json.loads(mapped[size - FOOTER_BYTES - index_bytes : size - FOOTER_BYTES])
-    return {name: _item(mapped, entry) for name, entry in index.items()}
+    if index_bytes > size - FOOTER_BYTES:
+        raise DamagedFileError("its end is damaged")
+    try:  # the hash does not cover the footer, and so not where the index begins
+        index = json.loads(mapped[size - FOOTER_BYTES - index_bytes : size - FOOTER_BYTES])
+        return {name: _item(mapped, entry) for name, entry in index.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DamagedFileError("its end is damaged") from error
 
 
 def _item(mapped: mmap.mmap, entry: Mapping[str, Any]) -> Item:

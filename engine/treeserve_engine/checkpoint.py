@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.config import is_llama_like, load_config
-from treeserve_engine.made_once import content_hash, make_once
+from treeserve_engine.made_once import cache_key, content_hash, make_once
 from treeserve_engine.weight_files import weight_files
 
 # Part of the cache key: raise it when a conversion of the same file comes out differently.
@@ -21,9 +20,8 @@ def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], 
     """A folder with config.json, tokenizer.json and safetensors weights, in Hugging Face's layout.
 
     A folder is checked and returned as it is, unless its tokenizer has to be converted: then one that refers to it is
-    made in `cache_dir`. A .gguf file is converted once into
-    `cache_dir`/<name>-<content hash> (float32, which holds every dequantised value exactly) and reused afterwards.
-    The conversion appears under its final name only when it is complete, so an interrupted one is never reused.
+    made in `cache_dir`. A .gguf file is converted once into `cache_dir`/<name>-<content hash> (float32, which holds
+    every dequantised value exactly) and reused afterwards.
 
     Args:
         progress: told what happens, one line at a time.
@@ -37,7 +35,7 @@ def prepare_checkpoint(source: Path, cache_dir: Path, progress: Callable[[str], 
         raise InvalidArgumentError("model", f"{source} does not exist")
     if source.suffix.lower() != ".gguf":
         raise InvalidArgumentError("model", f"{source} is neither a checkpoint folder nor a .gguf file")
-    target = cache_dir / f"{source.stem}-{_name_hash(source, cache_dir)}"
+    target = cache_dir / f"{source.stem}-{cache_key(_CONVERSION_VERSION, content_hash(source, cache_dir))}"
     make_once(target, target.is_dir, lambda folder: _convert(source, folder, progress))
     return _checked(target)
 
@@ -83,8 +81,7 @@ def _with_tokenizer(folder: Path, cache_dir: Path, progress: Callable[[str], Non
     if not sources:
         raise InvalidArgumentError("model", f"{folder} holds no tokenizer.json, nor {', '.join(_TOKENIZER_FILES)}")
     content = "".join(content_hash(path, cache_dir) for path in sources)
-    name = hashlib.sha256(f"{_CONVERSION_VERSION} {folder.resolve()} {content}".encode()).hexdigest()[:16]
-    target = cache_dir / f"{folder.name}-{name}"
+    target = cache_dir / f"{folder.name}-{cache_key(_CONVERSION_VERSION, folder.resolve(), content)}"
     make_once(target, target.is_dir, lambda made: _add_tokenizer(folder, made, progress))
     return target
 
@@ -104,8 +101,3 @@ def _add_tokenizer(folder: Path, made: Path, progress: Callable[[str], None]) ->
     for path in folder.iterdir():
         if path.is_file() and not (made / path.name).exists():
             (made / path.name).symlink_to(path.resolve())
-
-
-def _name_hash(source: Path, cache_dir: Path) -> str:
-    """16 hex digits of a hash over the conversion's version and the whole file."""
-    return hashlib.sha256(f"{_CONVERSION_VERSION} {content_hash(source, cache_dir)}".encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from treeserve_core.errors import InvalidArgumentError
 
+_MOST_POSITIONS = 1 << 20
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Where config.json does not say, as in transformers.
 _MISTRAL_WINDOW = 4096
@@ -47,8 +49,8 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the output layer, padding included.
         head_dim: width of one attention head; num_heads * head_dim need not be hidden_size.
         rope_scaling: None for plain rotary positions.
-        max_position_embeddings: the context window. Within a sliding window attention is full attention, so a model
-            with one is served up to that length.
+        max_position_embeddings: the context window, 2^20 at most: up to there rotary angles are exact. Within a sliding
+            window attention is full attention, so a model with one is served up to that length.
         qkv_bias: the query, key and value projections have a bias.
         output_bias: the attention's output projection has a bias.
         qk_norm: each head's queries and keys are normalised before they are rotated.
@@ -75,14 +77,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                      "head_dim", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError("model", f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InvalidArgumentError("model", f"{name} is {value}; it must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise InvalidArgumentError(
                 "model", f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.head_dim % 2:
             raise InvalidArgumentError("model", f"head_dim {self.head_dim} is odd; rotary positions need pairs")
+        if not 0.0 <= self.rms_norm_eps < math.inf:
+            raise InvalidArgumentError("model", f"rms_norm_eps {self.rms_norm_eps} is no small positive number")
+        scale = self.rope_scaling.factor if self.rope_scaling is not None else 1.0
+        if not (0.0 < self.rope_theta < math.inf and 0.0 < scale < math.inf):
+            raise InvalidArgumentError("model", f"rotary base {self.rope_theta} with factor {scale} gives no angles")
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -92,6 +100,13 @@ def load_config(folder: Path) -> ModelConfig:
         InvalidArgumentError: if the file is missing or broken, or the model needs something this engine does not do.
     """
     raw = raw_config(folder)
+    try:
+        return _model_config(raw)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InvalidArgumentError("model", f"config.json makes no sense: {error}") from error
+
+
+def _model_config(raw: Mapping[str, Any]) -> ModelConfig:
     _check_supported(raw)
     rope = _rope_parameters(raw)
     num_heads = _required(raw, "num_attention_heads")
@@ -99,7 +114,7 @@ def load_config(folder: Path) -> ModelConfig:
     is_qwen2, is_qwen3 = (raw["model_type"] == name for name in ("qwen2", "qwen3"))
     attention_bias = bool(raw.get("attention_bias", False))
     window = _sliding_window(raw)
-    max_positions = _required(raw, "max_position_embeddings")
+    max_positions = min(_required(raw, "max_position_embeddings"), _MOST_POSITIONS)
     return ModelConfig(
         vocab_size=_required(raw, "vocab_size"),
         hidden_size=hidden_size,

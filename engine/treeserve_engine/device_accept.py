@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from treeserve_kernels.dispatch import Kernels, kernels_for
 
 @dataclass(frozen=True)
 class TreeToAccept:
-    """One sequence's tree, and its sampler, which acceptance advances.
+    """One sequence's tree, and its sampler, which its commit advances.
 
     Attributes:
         should_stop: told each emitted token once, in order; True if it completes a stop string.
@@ -37,31 +38,23 @@ class TreeToAccept:
     num_top: int = 0
 
 
-@dataclass(frozen=True)
-class DeviceOutcome:
-    """What became of one tree.
-
-    Attributes:
-        outcome: None if `error` is set; the sampler's state then no longer matches the sequence.
-        top_token_ids: for each emitted token the most probable ones in its place, best first, if wanted.
-        error: why this sequence failed.
-    """
-
-    outcome: VerifyOutcome | None
-    top_token_ids: tuple[tuple[int, ...], ...] = ()
-    error: Exception | None = None
+# Commits a tree's walked tokens: its outcome, and for each token the most probable ones in its place, best first.
+Commit = Callable[[], tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]]
 
 
 def accept_on_device(
     logits: torch.Tensor, trees: Sequence[TreeToAccept], vocab_size: int, kernels: Kernels | None = None
-) -> list[DeviceOutcome]:
-    """Choose, walk and commit the tokens of a step's trees.
+) -> list[Commit]:
+    """Choose and walk the tokens of a step's trees.
 
     Args:
         logits: float32[all nodes, at least vocab_size], the trees' nodes one tree after the other.
         trees: at least one, each growing from its sampler's last token.
         vocab_size: ids to choose from.
         kernels: by default those for the device of `logits`.
+
+    Returns:
+        For each tree its commit, to be called once while `logits` are valid. It raises what `accept` would.
     """
     kernels = kernels or kernels_for(logits.device)
     rows = sampling_rows([(t.tree, t.sampler.state) for t in trees], vocab_size, logits.device)
@@ -75,7 +68,7 @@ def accept_on_device(
     size = walked[0].numel()
     starts = np.cumsum([0, *(len(t.tree) for t in trees)]).tolist()
     return [
-        _replay(tree, host[:size].reshape(2, -1), host[size:].reshape(-1, num_top or 1), logits, start)
+        partial(_commit, tree, host[:size].reshape(2, -1), host[size:].reshape(-1, num_top or 1), logits, start)
         for tree, host, start in zip(trees, on_host, starts, strict=False)
     ]
 
@@ -87,40 +80,37 @@ def _walked_rows(walked: torch.Tensor, first_rows: torch.Tensor) -> torch.Tensor
     return (nodes + first_rows[:-1, None]).reshape(-1).long()
 
 
-def _replay(
+def _commit(
     tree: TreeToAccept,
     walked: npt.NDArray[np.int32],
     top: npt.NDArray[np.int32],
     logits: torch.Tensor,
     first_row: int,
-) -> DeviceOutcome:
+) -> tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]:
     """Append the walked tokens to the sampler as `accept` does."""
     sampler = tree.sampler
+    if tree.tree.token_ids[0] != sampler.last_token_id:
+        raise ValueError(f"the root is {tree.tree.token_ids[0]}, the last committed token {sampler.last_token_id}")
     tokens, children = walked.tolist()
     num_walked = next((i + 1 for i, child in enumerate(children) if child < 0), len(children))
     log_probs_of = _log_probs_of(sampler, logits, first_row, [0, *children[: num_walked - 1]])
     accepted: list[int] = []
     emitted: list[int] = []
     log_probs: list[PositionLogProbs] = []
-    try:
-        if tree.tree.token_ids[0] != sampler.last_token_id:
-            raise ValueError(f"the root is {tree.tree.token_ids[0]}, the last committed token {sampler.last_token_id}")
-        for step, (token_id, child) in enumerate(zip(tokens[:num_walked], children, strict=False)):
-            if token_id < 0:
-                raise NonFiniteLogitsError("the model gave logits that are not finite")
-            if log_probs_of is not None:
-                log_probs.append(log_probs_of(step, token_id))
-            sampler.append(token_id, stopped=tree.should_stop is not None and tree.should_stop(token_id))
-            emitted.append(token_id)
-            if child >= 0:
-                accepted.append(child)
-            if sampler.finish_reason is not None:
-                break
-    except Exception as error:
-        return DeviceOutcome(None, error=error)
+    for step, (token_id, child) in enumerate(zip(tokens[:num_walked], children, strict=False)):
+        if token_id < 0:
+            raise NonFiniteLogitsError("the model gave logits that are not finite")
+        if log_probs_of is not None:
+            log_probs.append(log_probs_of(step, token_id))
+        sampler.append(token_id, stopped=tree.should_stop is not None and tree.should_stop(token_id))
+        emitted.append(token_id)
+        if child >= 0:
+            accepted.append(child)
+        if sampler.finish_reason is not None:
+            break
     outcome = VerifyOutcome(tuple(accepted), tuple(emitted), sampler.finish_reason, tuple(log_probs))
     wanted = top[: len(emitted), : tree.num_top].tolist() if tree.num_top else ()
-    return DeviceOutcome(outcome, tuple(map(tuple, wanted)))
+    return outcome, tuple(map(tuple, wanted))
 
 
 def _log_probs_of(

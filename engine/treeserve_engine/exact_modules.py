@@ -16,13 +16,12 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from treeserve_engine.linear import Linear, RowTiles, find_row_tiles
+from treeserve_engine.linear import Linear, RowTiles, find_row_tiles, pieces_of_one_thread
 
 _ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 _FALCON_LINEAR = "FalconLinear"  # the same, written out
 _ROUTER_ROWS = 4  # rows of one product; see `linear`
 _VECTOR = 64  # elements of the widest unrolled vector loop, in any dtype
-_THREADED_ELEMENTS = 32768  # torch splits an elementwise operation of this many between threads
 
 
 class RowExactLinear(nn.Module):
@@ -57,8 +56,7 @@ class RowExactActivation(nn.Module):
         """Apply to [..., N]."""
         width = x.shape[-1]
         rows = functional.pad(x.reshape(-1, width), (0, -width % _VECTOR)).contiguous()
-        pieces = torch.split(rows, max(1, (_THREADED_ELEMENTS - 1) // rows.shape[1]))
-        outputs = [self.function(piece) for piece in pieces]
+        outputs = [self.function(piece) for piece in pieces_of_one_thread(rows)]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[:, :width].view(x.shape)
 
 

@@ -23,7 +23,8 @@ def measure_divergence(model: Model) -> float:
     Takes about forty forward passes of few rows.
 
     Returns:
-        0.0 if every bit agrees. Anything else means that output may change with speculation, batching or replay.
+        0.0 if every bit agrees. Anything else means that output may change with speculation, batching or replay; NaN
+        means that the model's logits are no numbers.
     """
     tokens = [(7919 * i * i + 1) % model.config.vocab_size for i in range(_PROMPT_LEN + len(_PARENTS))]
     prompt, nodes = tokens[:_PROMPT_LEN], tokens[_PROMPT_LEN:]
@@ -33,7 +34,7 @@ def measure_divergence(model: Model) -> float:
     (logits,) = together.forward([SequenceRows(_SEQ_ID, nodes, _DEPTHS, _words(), range(len(nodes)))])
     for node in range(len(nodes)):
         differences.append(logits[node] - _path(alone, [nodes[i] for i in _path_to(node)]))
-    return float(max(np.abs(d).max() for d in differences))
+    return float(np.max([np.abs(d).max() for d in differences]))
 
 
 def _runner(model: Model) -> ModelRunner:

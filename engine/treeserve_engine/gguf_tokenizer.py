@@ -55,7 +55,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=["BOS", "$A"], special_tokens=[{"id": "BOS", "ids": [bos_id], "tokens": [tokens[bos_id]]}]
         )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -36,15 +36,12 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
 def write_config(file: GgufFile, folder: Path) -> None:
-    """Write config.json and generation_config.json.
+    """Write config.json and generation_config.json of one of ARCHITECTURES.
 
     Raises:
-        InvalidArgumentError: if the architecture or something the file states about it is not supported.
+        InvalidArgumentError: if something that the file states about the model is not supported.
     """
     arch = file.architecture
-    if arch not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise InvalidArgumentError("model", f"GGUF architecture {arch!r} is not supported ({supported} are)")
     heads = file.integer(f"{arch}.attention.head_count")
     hidden_size = file.integer(f"{arch}.embedding_length")
     head_dim = file.integer(f"{arch}.attention.key_length", hidden_size // heads)

@@ -19,7 +19,13 @@ _CANDIDATES = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256)
 _PROBE_ROWS = 32
 _TYPICAL_ROWS = 16  # the packed layout is chosen for this many
 _GROUP = 64  # inputs that share an activation scale; their sum of int8 products is below 2^24, exact in float32
+_THREADED_ELEMENTS = 32768  # torch splits an elementwise operation of this many between threads, anywhere in a row
 _SMALLEST = 1e-30  # a group of smaller inputs counts as zeros
+
+
+def pieces_of_one_thread(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of [rows, N] in pieces so small that torch does not cut an elementwise operation between threads."""
+    return torch.split(x, max(1, (_THREADED_ELEMENTS - 1) // x.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import structlog
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.config import ModelConfig, is_llama_like, load_config
 from treeserve_engine.interface import Model
 from treeserve_engine.made_once import default_cache_dir
@@ -42,7 +43,7 @@ def load_model(
         from treeserve_engine.model import LlamaModel
 
         llama = CudaLlamaModel if torch_device.type == "cuda" else LlamaModel
-        return llama.load(folder, _checked_config(folder), torch_dtype, torch_device)
+        return llama.load(folder, _config_of(folder), torch_dtype, torch_device)
 
     from treeserve_engine.transformers_model import TransformersModel
 
@@ -52,12 +53,15 @@ def load_model(
 def _load_int8(folder: Path, precision: Precision, threads: int, cache_dir: Path) -> Model:
     from treeserve_engine.packed_weights import packed_weights
 
-    config = _checked_config(folder)
+    config = _config_of(folder)
     weights = packed_weights(folder, cache_dir, _log.info)
     if precision.is_native:
         from treeserve_engine.native_model import NativeModel
 
-        return NativeModel(config, weights, kv_dtype=precision.kv_dtype, threads=threads)
+        try:
+            return NativeModel(config, weights, kv_dtype=precision.kv_dtype, threads=threads)
+        except ValueError as error:
+            raise InvalidArgumentError("model", f"the native decoder refuses it: {error}") from error
 
     import torch
 
@@ -68,7 +72,8 @@ def _load_int8(folder: Path, precision: Precision, threads: int, cache_dir: Path
     return LlamaModel.from_int8(config, weights, getattr(torch, precision.kv_dtype))
 
 
-def _checked_config(folder: Path) -> ModelConfig:
+def _config_of(folder: Path) -> ModelConfig:
+    """The model's configuration; the log says if its context is cut short."""
     config = load_config(folder)
     if config.max_position_embeddings == config.sliding_window:
         _log.info("the context ends where the model's attention window does", tokens=config.sliding_window)

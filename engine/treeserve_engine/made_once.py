@@ -1,4 +1,4 @@
-"""Files that are made once and shared between processes, and the content hashes they are named by."""
+"""Files that are made once and shared between processes, named by what they are made of."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def make_once(target: Path, is_ready: Callable[[], bool], make: Callable[[Path],
             _remove(unfinished)
 
 
+def cache_key(*parts: object) -> str:
+    """16 hex digits for a name, of a hash over all that decides a file's content."""
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
 def content_hash(path: Path, memory: Path, *, skip_last: int = 0) -> str:
     """SHA-256 (hex) of a file without its last bytes, remembered in the folder `memory` until the file changes.
 
@@ -62,7 +67,7 @@ def content_hash(path: Path, memory: Path, *, skip_last: int = 0) -> str:
     kind, which nobody can set. A file that changed a moment ago is not remembered yet. Where `memory` cannot be
     written, the hash is computed each time.
     """
-    note = memory / ".hashes" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}-{skip_last}.json"
+    note = memory / ".hashes" / f"{cache_key(path.resolve())}-{skip_last}.json"
     signature, began_ns = _signature(path), time.time_ns()
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(note.read_text())

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from treeserve_core.errors import InvalidArgumentError
+
 
 def available_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
     """Memory that this process may take, what it has taken already included.
@@ -16,11 +18,17 @@ def available_bytes(device: str = "cpu", root: Path = Path("/")) -> int:
     Args:
         device: torch's name of it.
         root: where /proc and /sys are, for tests.
+
+    Raises:
+        InvalidArgumentError: if there is no such GPU.
     """
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        try:
+            return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+            raise InvalidArgumentError("device", f"{device} cannot be used: {error}") from error
     free = [_machine_free(root), *_group_free(root)]
     return min(free) + resident_bytes(root)
 

@@ -54,11 +54,15 @@ class ModelSizes:
             InvalidArgumentError: if a file is missing or damaged, or config.json names a size nowhere.
         """
         raw = raw_config(folder)
-        raw = raw.get("text_config") or raw
+        text = raw.get("text_config")
+        raw = text if isinstance(text, dict) and text else raw
         heads, hidden = _first(raw, _HEADS), _first(raw, _HIDDEN)
-        vocab_size = _first(raw, ("vocab_size",))
+        vocab_size, parameters = _first(raw, ("vocab_size",)), parameter_count(folder)
+        if heads < 1 or vocab_size * hidden > parameters:
+            reason = f"config.json names {heads} heads and {vocab_size} x {hidden} embeddings; it cannot be"
+            raise InvalidArgumentError("model", f"{reason}: its weights hold {parameters} numbers")
         return cls(
-            parameters=parameter_count(folder),
+            parameters=parameters,
             embedding=vocab_size * hidden,
             is_tied=bool(raw.get("tie_word_embeddings", False)),
             vocab_size=vocab_size,

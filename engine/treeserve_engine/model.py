@@ -17,17 +17,14 @@ from torch.nn import functional
 
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
-from treeserve_engine.float_weights import FloatWeights, LayerTensors, LinearTensors
 from treeserve_engine.kv_cache import KvCache
-from treeserve_engine.linear import Int8Linear, Linear, RowTiles, find_row_tiles
+from treeserve_engine.linear import Int8Linear, Linear, RowTiles, find_row_tiles, pieces_of_one_thread
 from treeserve_engine.rope_torch import RotaryTable, rotate
 from treeserve_engine.torch_batch import TorchBatch
+from treeserve_engine.weights import FloatWeights, LayerTensors, LinearTensors
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, unpack_linear
 from treeserve_kernels.dispatch import Attention, kernels_for
-
-# torch splits an elementwise operation of this many elements between threads, anywhere in a row.
-_THREADED_ELEMENTS = 32768
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     that every stretch is one row.
     """
     gate, up = gate_up.chunk(2, 1)
-    for piece in torch.split(gate, max(1, (_THREADED_ELEMENTS - 1) // gate.shape[1])):
+    for piece in pieces_of_one_thread(gate):
         functional.silu(piece, inplace=True)
     return gate * up
 

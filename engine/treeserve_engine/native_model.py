@@ -32,12 +32,7 @@ class NativeModel:
         """
         self.config = config
         self._kv_dtype = kv_dtype
-        self._decoder = Decoder(decoder_shape(config), weights, threads=threads, isa=isa)
-
-    @property
-    def isa(self) -> str:
-        """The instruction set it runs on; it does not change the result."""
-        return self._decoder.isa
+        self._decoder = Decoder(_decoder_shape(config), weights, threads=threads, isa=isa)
 
     def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """An empty cache."""
@@ -64,7 +59,7 @@ class NativeModel:
         )
 
 
-def decoder_shape(config: ModelConfig) -> DecoderShape:
+def _decoder_shape(config: ModelConfig) -> DecoderShape:
     """The sizes that the native decoder asks for."""
     return DecoderShape(
         vocab_size=config.vocab_size,

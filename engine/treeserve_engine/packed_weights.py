@@ -10,7 +10,6 @@ a file has changed. It is never trusted unseen: a file that is shortened, damage
 from __future__ import annotations
 
 import argparse
-import hashlib
 import subprocess
 import sys
 from collections import deque
@@ -22,7 +21,7 @@ from typing import Any
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
 from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, Item, map_arrays, write_arrays
 from treeserve_engine.config import ModelConfig, load_config
-from treeserve_engine.made_once import content_hash, default_cache_dir, make_once
+from treeserve_engine.made_once import cache_key, content_hash, default_cache_dir, make_once
 from treeserve_engine.rope import RopeTable
 from treeserve_engine.weight_files import weight_files
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
@@ -58,7 +57,7 @@ def packed_weights(folder: Path, cache_dir: Path, progress: Callable[[str], None
 def packed_file(folder: Path, cache_dir: Path) -> Path:
     """Where the int8 weights of a folder lie, or will."""
     hashes = {path.name: content_hash(path, cache_dir) for path in weight_files(folder)}
-    key = hashlib.sha256(f"{_FORMAT_VERSION} {load_config(folder)} {hashes}".encode()).hexdigest()[:16]
+    key = cache_key(_FORMAT_VERSION, load_config(folder), hashes)
     return cache_dir / f"{folder.resolve().name}-{key}.int8"
 
 
@@ -93,7 +92,8 @@ def _convert_in_subprocess(folder: Path, cache_dir: Path, progress: Callable[[st
             progress(line.rstrip())
             last_lines.append(line)
     if process.returncode:
-        raise InvalidArgumentError("model", f"no int8 weights: {''.join(last_lines).strip()}")
+        said = "".join(last_lines).strip()
+        raise InvalidArgumentError("model", f"no int8 weights, the conversion ended with {process.returncode}: {said}")
 
 
 def _write(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
@@ -107,9 +107,11 @@ def _items(folder: Path, config: ModelConfig, progress: Callable[[str], None]) -
     """Everything in a `DecoderWeights`, by name, one layer in memory at a time."""
     import torch  # here alone: verifiers import this module
 
-    from treeserve_engine.float_weights import FloatWeights, LayerTensors, LinearTensors
+    from treeserve_engine.weights import FloatWeights, LayerTensors, LinearTensors
 
     def array(tensor: torch.Tensor | None) -> Any:
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise InvalidArgumentError("model", "a weight is not finite")
         return None if tensor is None else tensor.numpy()
 
     def packed(linear: LinearTensors, *, interleave: bool = False) -> PackedLinear:

@@ -29,6 +29,12 @@ class Precision:
     reason: str
 
 
+def check_dtype(field: str, name: str) -> None:
+    """Raise InvalidArgumentError for `field` if `name` is neither one of DTYPES nor "auto"."""
+    if name not in (AUTO, *DTYPES):
+        raise InvalidArgumentError(field, f"{name!r} is not one of {AUTO}, {', '.join(DTYPES)}")
+
+
 def choose_precision(folder: Path, dtype: str, kv_dtype: str, device: str) -> Precision:
     """Resolve "auto", and refuse what does not exist.
 
@@ -42,9 +48,10 @@ def choose_precision(folder: Path, dtype: str, kv_dtype: str, device: str) -> Pr
     Raises:
         InvalidArgumentError: if the combination does not exist, with the reason.
     """
-    for name, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
-        if value not in (AUTO, *DTYPES):
-            raise InvalidArgumentError(name, f"{value!r} is not one of {AUTO}, {', '.join(DTYPES)}")
+    check_dtype("dtype", dtype)
+    check_dtype("kv_dtype", kv_dtype)
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise InvalidArgumentError("device", f"{device!r} is neither cpu nor cuda")
     reason = "as configured"
     if dtype == AUTO:
         dtype, reason = _automatic(folder, device)

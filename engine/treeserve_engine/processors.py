@@ -64,11 +64,10 @@ def processed_logits(
     Returns:
         float32[vocab_size]: `logits` itself if nothing applies, else a copy.
     """
-    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (penalised or params.logit_bias or blocked_ids):
+    if not (params.is_penalised or params.logit_bias or blocked_ids):
         return logits
     logits = logits.copy()
-    if penalised:
+    if params.is_penalised:
         _apply_penalties(logits, params, context)
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))

@@ -12,7 +12,7 @@ import torch
 
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
-from treeserve_engine.sampler_state import SamplerState
+from treeserve_engine.accept import SamplerState
 from treeserve_engine.upload import upload
 from treeserve_kernels.next_token import NOT_SEEN, Penalties, SamplingRows
 
@@ -81,7 +81,7 @@ def sampling_rows(
 
 def _penalty_list(tree: TokenTree, state: SamplerState) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids and counts of a penalised sequence: its own, then what only its tree carries."""
-    if not state.is_penalised:
+    if not state.params.is_penalised:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     ids, counts = state.context.counts()
     new = np.setdiff1d(np.array(tree.token_ids[1:], np.int64), ids)

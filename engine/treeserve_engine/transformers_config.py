@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import transformers
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.transformers_repairs import lets_attention_in
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 AutoConfig: Any = transformers.AutoConfig  # its own types say less than it does
 AutoModel: Any = transformers.AutoModelForCausalLM
@@ -92,7 +92,7 @@ def within_windows(context: int, windows: list[int]) -> int:
         return context
     if shortest < SMALLEST_WINDOW:
         raise _refusal(f"its attention reaches {shortest} tokens; sliding windows under {SMALLEST_WINDOW} are refused")
-    _log.info("the context window is how far the model's attention reaches: %d tokens of %d", shortest, context)
+    _log.info("the context ends where the model's attention window does", tokens=shortest)
     return shortest
 
 

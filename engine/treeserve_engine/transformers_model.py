@@ -7,7 +7,6 @@ model's own attention first.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 import transformers
 from torch.nn import functional
@@ -35,10 +35,11 @@ from treeserve_engine.transformers_config import (
 )
 from treeserve_engine.transformers_probe import check_against_own_attention, expected_logits
 from treeserve_engine.transformers_repairs import repair
+from treeserve_kernels.dispatch import kernels_for
 from treeserve_kernels.kv import write_kv
 from treeserve_kernels.tree_attention import tree_attention
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 _IMPLEMENTATION = "treeserve_tree"
 # Arguments of transformers' attention functions that ask for nothing a causal decoder does not do anyway.
@@ -145,9 +146,7 @@ def _tree_attention(
 ) -> torch.Tensor:
     if q.device.type != "cuda":
         return tree_attention(q, keys, values, batch.attention, how.scale, softcap=how.softcap)
-    from treeserve_kernels.triton.tree_attention import tree_attention_triton
-
-    return tree_attention_triton(q.to(keys.dtype), keys, values, batch.attention, how.scale)
+    return kernels_for(q.device).attention(q.to(keys.dtype), keys, values, batch.attention, how.scale)
 
 
 class TransformersModel:
@@ -178,7 +177,7 @@ class TransformersModel:
         context = context_window(config)
         own = cls.of(_load_model(folder, config, dtype, device), context, dtype)
         if config.model_type not in TESTED_MODEL_TYPES:
-            _log.warning("%r is no architecture that was tested, but it agrees with itself here", config.model_type)
+            _log.warning("an untested architecture, but it agrees with itself here", model_type=config.model_type)
         return own
 
     @classmethod
@@ -202,11 +201,6 @@ class TransformersModel:
         self = cls(model, limits, recording.layers, dtype, tiles)
         check_against_own_attention(self, expected, rounds=dtype != torch.float32 or device.type == "cuda")
         return self
-
-    @property
-    def tile_sizes(self) -> tuple[int, ...]:
-        """Row counts that are computed in one piece; none where results are not exact."""
-        return self._tiles.sizes
 
     def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """An empty cache."""

@@ -231,6 +231,16 @@ async def test_malformed_proposals_are_refused_for_themselves(running: RunningVe
     assert output.token_ids == expected
 
 
+async def test_a_flood_of_proposals_ends_the_stream_and_harms_nobody(running: RunningVerifier) -> None:
+    async with RouterPeer(running.address) as router, SpeculatorPeer(running, lambda *_: None) as speculator:
+        output = await router.submit(1, PROMPT, max_tokens=60)
+        await speculator.propose(*[verifier_pb2.TreeProposal(handle=1)] * 100_000)
+        assert await asyncio.wait_for(speculator.call.code(), 5) == grpc.StatusCode.INVALID_ARGUMENT
+        assert speculator.rejections.empty()
+        await asyncio.wait_for(output.finished.wait(), 30)
+        assert len(output.token_ids) == 60
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

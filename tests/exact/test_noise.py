@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeserve_core.noise import GUMBEL_MAX, GUMBEL_MIN, exact_log, gumbel, uniform_counters
-from treeserve_engine import noise_torch
+from treeserve_kernels import noise as kernels_noise
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**31)
@@ -76,14 +76,14 @@ def test_counters_equal_plain_integer_arithmetic(seed: int, position: int, ids: 
 
 @given(SEEDS, POSITIONS, IDS)
 def test_numpy_and_torch_give_the_same_bits(seed: int, position: int, ids: list[int]) -> None:
-    twin = noise_torch.gumbel(seed, position, torch.tensor(ids, dtype=torch.int64))
+    twin = kernels_noise.gumbel(kernels_noise.signed(seed), position, torch.tensor(ids, dtype=torch.int64))
     assert same_bits(gumbel(seed, position, array(ids)), twin.numpy())
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**64 - 1, 4095), (2**63, 12345)])
 def test_a_whole_vocabulary_has_the_same_bits_in_torch(seed: int, position: int) -> None:
     ids = np.arange(49152)
-    twin = noise_torch.gumbel(seed, position, torch.arange(49152).reshape(64, 768))
+    twin = kernels_noise.gumbel(kernels_noise.signed(seed), position, torch.arange(49152).reshape(64, 768))
     assert same_bits(gumbel(seed, position, ids), twin.reshape(-1).numpy())
 
 

@@ -12,9 +12,9 @@ import torch
 
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
+from treeserve_engine.accept import SamplerState
 from treeserve_engine.next_token import NonFiniteLogitsError, next_token
 from treeserve_engine.processors import TokenContext
-from treeserve_engine.sampler_state import SamplerState
 from treeserve_engine.sampling_rows import sampling_rows
 from treeserve_kernels.next_token import NO_TOKEN, SamplingRows
 

@@ -373,11 +373,26 @@ def test_a_window_ends_the_context_where_it_would_begin_to_matter(tmp_path: Path
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"head_dim": 15}, "odd"),
         ({"num_hidden_layers": 0}, "num_layers"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "makes no sense"),
+        ({"num_key_value_heads": "2"}, "num_kv_heads is 2"),
+        ({"num_key_value_heads": 2.0}, "num_kv_heads is 2.0"),
+        ({"layer_types": 5}, "makes no sense"),
+        ({"rms_norm_eps": "small"}, "makes no sense"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps -1"),
+        ({"rope_parameters": [1]}, "makes no sense"),
+        ({"rope_parameters": {"rope_theta": "far"}}, "makes no sense"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rotary base -1"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 0}}, "factor 0"),
     ],
 )
 def test_what_the_engine_would_run_wrongly_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
         load_config(_write_config(tmp_path, **changes))
+
+
+def test_no_position_is_beyond_what_angles_are_exact_for(tmp_path: Path) -> None:
+    assert load_config(_write_config(tmp_path, max_position_embeddings=10**15)).max_position_embeddings == 2**20
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

@@ -240,11 +240,12 @@ def test_up_reads_its_cache_and_options_from_the_environment(
     assert str(cluster.config.cache_dir) == "other"
 
 
-def test_up_explains_why_it_cannot_start(cluster: type[FakeCluster]) -> None:
-    cluster.error = ClusterError("verifier-0 exited with 1")
+@pytest.mark.parametrize("error", [ClusterError("verifier-0 exited with 1"), PermissionError(13, "no", "a/folder")])
+def test_up_explains_why_it_cannot_start(cluster: type[FakeCluster], error: Exception) -> None:
+    cluster.error = error
     result = invoke("up")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "verifier-0 exited with 1" in result.stderr
+    assert str(error) in result.stderr
 
 
 @pytest.mark.parametrize("args", [["--verifiers", "0"], ["--verifiers", "x"], ["--unknown"], ["stray"]])

@@ -140,6 +140,10 @@ def test_a_number_that_is_no_port_is_refused(ports: dict[str, int]) -> None:
         ClusterConfig(**ports)
 
 
+def test_a_relative_run_directory_is_the_same_for_processes_that_change_theirs() -> None:
+    assert LocalCluster(ClusterConfig(run_dir=Path("run"))).run_dir == Path.cwd() / "run"
+
+
 def test_no_processes_before_the_start() -> None:
     cluster = LocalCluster(ClusterConfig(grpc_port=0, http_port=0))
     assert cluster.processes == {"valkey": (), "verifier": (), "speculator": (), "router": ()}

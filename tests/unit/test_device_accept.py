@@ -57,17 +57,17 @@ def test_emits_what_accept_emits(seed: int) -> None:
         on_host.append(copy.deepcopy(sampler))
         trees.append(TreeToAccept(tree, sampler, should_stop, num_top=rng.choice([0, 3])))
     logits = random_logits(sum(len(t.tree) for t in trees), VOCAB + 2, rng)
-    results = accept_on_device(logits, trees, VOCAB)
+    commits = accept_on_device(logits, trees, VOCAB)
     first = 0
-    for host, tree, result in zip(on_host, trees, results, strict=True):
+    for host, tree, commit in zip(on_host, trees, commits, strict=True):
         own = logits[first : first + len(tree.tree)].numpy()
         first += len(own)
         expected = accept(tree.tree, own.__getitem__, host, tree.should_stop)
-        assert result.outcome == expected
-        assert result.error is None
+        outcome, top_token_ids = commit()
+        assert outcome == expected
         assert (tree.sampler.output_len, tree.sampler.finish_reason) == (host.output_len, host.finish_reason)
         path = (0, *expected.accepted_nodes)[: len(expected.token_ids)]
-        top = [set(row) for row in result.top_token_ids]
+        top = [set(row) for row in top_token_ids]
         assert len(top) == (len(path) if tree.num_top else 0)
         for node, ids in zip(path, top, strict=False):
             assert sorted(own[node, list(ids)]) == sorted(np.sort(own[node, :VOCAB])[-tree.num_top :])
@@ -82,9 +82,10 @@ def test_only_the_sequence_with_bad_logits_fails() -> None:
     logits[3, 4] = torch.nan
     logits[4, 4] = torch.inf
     first, second, third = accept_on_device(logits, trees, VOCAB)
-    assert first.outcome is not None and first.outcome.token_ids == (1, 1)
-    for failed in (second, third):
-        assert failed.outcome is None and isinstance(failed.error, NonFiniteLogitsError)
+    for failing in (second, third):
+        with pytest.raises(NonFiniteLogitsError):
+            failing()
+    assert first()[0].token_ids == (1, 1)
 
 
 def test_bad_logits_off_the_path_do_no_harm() -> None:
@@ -92,15 +93,17 @@ def test_bad_logits_off_the_path_do_no_harm() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, 5] = 1.0
     logits[1] = torch.nan
-    (result,) = accept_on_device(logits, [TreeToAccept(TokenTree.chain((sampler.last_token_id, 1)), sampler)], VOCAB)
-    assert result.outcome is not None and result.outcome.token_ids == (5,)
+    (commit,) = accept_on_device(logits, [TreeToAccept(TokenTree.chain((sampler.last_token_id, 1)), sampler)], VOCAB)
+    assert commit()[0].token_ids == (5,)
 
 
 def test_a_tree_that_grows_from_another_token_is_refused() -> None:
     sampler = sampler_of(SamplingParams(), random.Random(3))
     tree = TokenTree.root_only((sampler.last_token_id + 1) % VOCAB)
-    (result,) = accept_on_device(torch.zeros(1, VOCAB), [TreeToAccept(tree, sampler)], VOCAB)
-    assert isinstance(result.error, ValueError) and sampler.output_len == 3
+    (commit,) = accept_on_device(torch.zeros(1, VOCAB), [TreeToAccept(tree, sampler)], VOCAB)
+    with pytest.raises(ValueError, match="the root is"):
+        commit()
+    assert sampler.output_len == 3
 
 
 def test_a_should_stop_that_raises_fails_its_own_sequence() -> None:
@@ -109,11 +112,12 @@ def test_a_should_stop_that_raises_fails_its_own_sequence() -> None:
 
     samplers = [sampler_of(SamplingParams(), random.Random(s)) for s in range(2)]
     roots = [TokenTree.root_only(s.last_token_id) for s in samplers]
-    results = accept_on_device(
+    failing, other = accept_on_device(
         torch.zeros(2, VOCAB), [TreeToAccept(roots[0], samplers[0], broken), TreeToAccept(roots[1], samplers[1])], VOCAB
     )
-    assert isinstance(results[0].error, ValueError)
-    assert results[1].outcome is not None
+    with pytest.raises(ValueError, match="no text"):
+        failing()
+    assert other()[0].token_ids == (0,)
 
 
 def test_arrays_arrive_whole_aligned_and_in_one_piece() -> None:

@@ -74,15 +74,13 @@ class Simulation:
     def __init__(
         self, texts: Sequence[Foreseen], tokens: int, *, speculates: bool = True, always: bool = False
     ) -> None:
-        config = make_config(
-            max_context_tokens=1024, kv_tokens=32768, max_nodes=16, step_rows=256, max_sequences=32, draft_always=always
-        )
+        config = make_config(max_context_tokens=1024, kv_tokens=32768, max_nodes=16, step_rows=256, max_sequences=32)
         self.now = 0.0
         self._blocks = BlockManager(config.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(config, self._blocks, lambda sequence: self._desk.close(sequence))
         self._texts = texts
         self._cost = CostModel(STEP_MS)
-        self._planner = StepPlanner(config, self._cost)
+        self._planner = StepPlanner(config, CostModel.free_rows() if always else self._cost)
         self._desk = DraftDesk(
             lambda: self.now,
             0.015,

@@ -66,6 +66,15 @@ def test_other_families_name_their_sizes_otherwise(tiny_model: Path, tmp_path: P
     assert (sizes.vocab_size, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim) == (99, 3, 4, 16)
 
 
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 0}, {"vocab_size": 10**12}, {"hidden_size": 10**9}])
+def test_sizes_that_cannot_be_are_refused(tiny_model: Path, tmp_path: Path, changes: dict[str, int]) -> None:
+    raw = json.loads((tiny_model / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(tiny_model / "model.safetensors")
+    with pytest.raises(InvalidArgumentError, match="cannot be"):
+        ModelSizes.of(tmp_path)
+
+
 def test_weights_count_what_a_pass_reads() -> None:
     assert SIZES.weight_bytes(native("bfloat16"), "cpu") == 100 * MB
     assert SIZES.weight_bytes(BFLOAT16, "cuda") == 200 * MB
@@ -195,6 +204,11 @@ def test_version_1(tmp_path: Path) -> None:
     }
     cgroup = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
     assert available_bytes(root=machine(tmp_path, cgroup=cgroup, files=files)) == 10_000 - 3200 + OWN
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="device: cuda:99 cannot be used"):
+        available_bytes("cuda:99")
 
 
 def test_this_machine_has_some() -> None:

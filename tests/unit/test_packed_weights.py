@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_model import write_tiny_model
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine import packed_weights as module
-from treeserve_engine.array_file import DamagedFileError, map_arrays, write_arrays
+from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays, write_arrays
 from treeserve_engine.config import load_config
 from treeserve_engine.made_once import _sha256
 from treeserve_engine.packed_weights import convert, packed_file, packed_weights
@@ -134,6 +135,18 @@ def flip_a_bit_of_the_index(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_a_bit_of_the_indexs_length(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-FOOTER_BYTES] ^= 1
+    path.write_bytes(content)
+
+
+def lengthen_the_index_beyond_the_file(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-FOOTER_BYTES + 7] ^= 64
+    path.write_bytes(content)
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -143,9 +156,19 @@ def become_another_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [truncate, halve, flip_a_bit, flip_a_bit_of_the_index, empty, become_another_file],
+    "damage",
+    [
+        truncate,
+        halve,
+        flip_a_bit,
+        flip_a_bit_of_the_index,
+        flip_a_bit_of_the_indexs_length,
+        lengthen_the_index_beyond_the_file,
+        empty,
+        become_another_file,
+    ],
     ids=lambda damage: damage.__name__,
-)  # fmt: skip
+)
 def test_a_damaged_file_is_made_anew(folder: Path, cache: Path, in_process: list[Path], damage: Any) -> None:
     target = packed_file(folder, cache)
     whole = target.read_bytes()
@@ -198,6 +221,16 @@ def test_the_command_converts_ahead_of_time(folder: Path, tmp_path: Path, monkey
     assert "converting the weights" in done.stdout
     monkeypatch.setattr(module, "_convert_in_subprocess", no_subprocess)
     assert len(packed_weights(folder, tmp_path, silent).layers) == 2
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_weights_that_are_no_numbers_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors[name].view(-1)[5] = float("inf")
+    save_file(tensors, damaged / "model.safetensors")
+    with pytest.raises(InvalidArgumentError, match="not finite"):
+        convert(damaged, tmp_path / "cache", silent)
 
 
 def test_an_array_file_gives_back_what_was_written(tmp_path: Path) -> None:

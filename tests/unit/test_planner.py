@@ -35,6 +35,14 @@ def test_free_nodes_are_all_taken_and_costly_ones_are_not() -> None:
     assert StepPlanner(make_config(), STEEP).plan([candidate]).rows == 1, "a node below probability 1 never pays here"
 
 
+def test_with_free_rows_even_unlikely_nodes_are_verified_and_any_wait_pays() -> None:
+    planner = StepPlanner(make_config(), CostModel.free_rows())
+    plan = planner.plan([Candidate(make_sequence(), 1, _tree(*[0.1] * 8))])
+    assert plan.rows == 9
+    assert planner.node_cost(plan) == 0.0
+    assert planner.prices(8).row == 0.0 and planner.prices(8).token_s > 3600.0
+
+
 def test_a_cost_cliff_is_respected() -> None:
     cliff = CostModel({4: 10.0, 64: 40.0})
     plan = StepPlanner(make_config(), cliff).plan([Candidate(make_sequence(), 1, _tree(*[0.8] * 6))])

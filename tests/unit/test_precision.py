@@ -75,6 +75,7 @@ def test_what_is_named_is_taken(tmp_path: Path, is_built: bool) -> None:
         ("int8", "auto", "cuda", "dtype", "CPUs, not on cuda"),
         ("float32", "bfloat16", "cpu", "kv_dtype", "bfloat16 beside float32"),
         ("bfloat16", "int8", "cuda", "kv_dtype", "int8 beside bfloat16"),
+        ("auto", "auto", "tpu:0", "device", "'tpu:0' is neither cpu nor cuda"),
     ],
 )
 def test_what_does_not_exist_is_refused(
@@ -97,6 +98,13 @@ def test_int8_keys_and_values_need_the_native_decoder(tmp_path: Path, is_built: 
 def test_int8_is_refused_for_other_families_with_the_reason(tmp_path: Path, is_built: bool) -> None:
     with pytest.raises(InvalidArgumentError, match=r"int8 is not for this model: .*'gpt2'"):
         choose_precision(folder_of(tmp_path, model_type="gpt2"), "int8", "auto", "cpu")
+
+
+def test_what_the_native_decoder_refuses_is_the_operators_error(tiny_model: Path, tmp_path: Path) -> None:
+    if not module._native_is_built():
+        pytest.skip("the native decoder is not built here")
+    with pytest.raises(InvalidArgumentError, match="threads 100000"):
+        load_model(tiny_model, dtype="int8", device="cpu", threads=100_000, cache_dir=tmp_path)
 
 
 def test_each_choice_loads_its_own_implementation(

@@ -82,3 +82,11 @@ def test_divergence_is_seen(tiny_model):
 
     model = LlamaModel.load(tiny_model, load_config(tiny_model), torch.float32, CPU, attention=fickle)
     assert 0 < measure_divergence(model) < 1e-2
+
+
+def test_logits_that_are_no_numbers_are_seen_wherever_they_come(tiny_model):
+    def broken_alone(q, k_cache, v_cache, meta, scale):
+        return tree_attention(q, k_cache, v_cache, meta, scale) * (float("nan") if len(q) == 8 else 1.0)
+
+    model = LlamaModel.load(tiny_model, load_config(tiny_model), torch.float32, CPU, attention=broken_alone)
+    assert np.isnan(measure_divergence(model))

@@ -14,9 +14,11 @@ inline int smaller(int a, int b) { return a < b ? a : b; }
 template <class Number>
 inline constexpr bool kScaled = sizeof(Number) == 1;
 
-// Calls sink(score row, cell, 16 scores): each score sums over head_dim in order.
+// Calls sink(score row, cell, 16 scores): each score sums over head_dim in order. Where `ahead` is not null, asks for
+// as much memory there as the cells' keys take.
 template <class Number, int Rows, int Cells, class Sink>
-void score_tile(const KvLayout& layout, const char* const* cells, const float* queries, Sink sink) {
+void score_tile(const KvLayout& layout, const char* const* cells, const char* const* ahead, const float* queries,
+                Sink sink) {
     Floats sums[Rows][Cells];
     const Number* keys[Cells];
 #pragma GCC unroll 4
@@ -27,6 +29,11 @@ void score_tile(const KvLayout& layout, const char* const* cells, const float* q
         for (int c = 0; c < Cells; ++c) sums[r][c] = broadcast(0.0f);
     }
     for (int64_t d = 0; d < layout.head_dim; ++d) {
+        if (ahead) {
+#pragma GCC unroll 4
+            for (int c = 0; c < Cells; ++c)
+                __builtin_prefetch(ahead[c] + d * kLanes * static_cast<int64_t>(sizeof(Number)));
+        }
         Floats key[Cells];
 #pragma GCC unroll 4
         for (int c = 0; c < Cells; ++c) key[c] = load(keys[c] + d * kLanes);
@@ -50,11 +57,12 @@ void score_tile(const KvLayout& layout, const char* const* cells, const float* q
 }
 
 template <class Number, int Cells, class Sink, int Rows = kAttentionRows>
-void score_rows(int rows, const KvLayout& layout, const char* const* cells, const float* queries, Sink sink) {
+void score_rows(int rows, const KvLayout& layout, const char* const* cells, const char* const* ahead,
+                const float* queries, Sink sink) {
     if constexpr (Rows > 1) {
-        if (rows < Rows) return score_rows<Number, Cells, Sink, Rows - 1>(rows, layout, cells, queries, sink);
+        if (rows < Rows) return score_rows<Number, Cells, Sink, Rows - 1>(rows, layout, cells, ahead, queries, sink);
     }
-    score_tile<Number, Rows, Cells>(layout, cells, queries, sink);
+    score_tile<Number, Rows, Cells>(layout, cells, ahead, queries, sink);
 }
 
 // Slots whose values are added up, with one weight for each slot and score row.
@@ -64,7 +72,11 @@ struct WeightedSlots {
     int count;
     const float* weights;  // [score rows][weight_stride]
     int64_t weight_stride;
+    int fetch;  // for so many of the slots, asks for the values of the slot kSlotsAtOnce further on in the list
 };
+
+// Their values stay in the first-level cache while all score rows use them.
+constexpr int kSlotsAtOnce = 64;
 
 // sums[score row][vectors at column] += weight * value, slot by slot.
 template <class Number, int Rows, int Vectors>
@@ -77,9 +89,19 @@ void weigh_tile(const KvLayout& layout, const WeightedSlots& in, int64_t column,
     }
     const char* first = in.cells + layout.values_offset + column * static_cast<int64_t>(sizeof(Number));
     const int64_t slot_bytes = layout.padded_head_dim * static_cast<int64_t>(sizeof(Number));
+    const int64_t group_bytes = layout.group_bytes;
     for (int i = 0; i < in.count; ++i) {
-        const int64_t slot = in.slots[i];
-        const char* at = first + slot / kLanes * layout.group_bytes + slot % kLanes * slot_bytes;
+        const auto address = [&](int32_t slot) {
+            const auto place = static_cast<uint32_t>(slot);  // unsigned: division by shifting
+            return first + place / kLanes * group_bytes + place % kLanes * slot_bytes;
+        };
+        if (i < in.fetch) {
+            const char* ahead = address(in.slots[i + kSlotsAtOnce]);
+            for (int64_t line = 0; line < Vectors * kLanes * static_cast<int64_t>(sizeof(Number)); line += 64) {
+                __builtin_prefetch(ahead + line);
+            }
+        }
+        const char* at = address(in.slots[i]);
         Floats value[Vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) value[v] = load(reinterpret_cast<const Number*>(at) + v * kLanes);
@@ -119,6 +141,7 @@ void weigh(int score_rows, const KvLayout& layout, WeightedSlots in, float* sums
             weigh_rows<Number, 1>(rows, layout, in, column, own);
         }
         in.weights += kAttentionRows * in.weight_stride;
+        in.fetch = 0;
     }
 }
 
@@ -167,7 +190,8 @@ struct Attention {
             const AttentionRow& row = task.rows[r / heads];
             const int64_t head = static_cast<int64_t>(task.kv_head) * heads + r % heads;
             const float* query = call.queries + row.query * call.query_stride + head * layout.head_dim;
-            rotate_head(query, call.q_norm, *call.rotation, row.position, call.scale, scratch.queries + r * kQueryStride);
+            rotate_head(query, call.q_norm, *call.rotation, row.position, call.scale,
+                        scratch.queries + r * kQueryStride);
         }
     }
 
@@ -182,11 +206,18 @@ struct Attention {
     // A group's lanes beyond its last position write what the next group overwrites.
     template <int Cells>
     void score_prefix_groups(int group) const {
-        const char* cells[Cells];
-        for (int c = 0; c < Cells; ++c) cells[c] = cell(sequence.groups[group + c]);
+        const char *cells[Cells], *ahead[Cells];
+        for (int c = 0; c < Cells; ++c) {
+            cells[c] = cell(sequence.groups[group + c]);
+            // The keys of the next cells; in the end, the first values that will be needed.
+            const int next = group + c + Cells;
+            ahead[c] = next < sequence.prefix_groups ? cell(sequence.groups[next])
+                                                     : cell(sequence.groups[c]) + layout.values_offset;
+        }
         const int32_t* positions = sequence.first_positions + group;
         for (int first = 0; first < score_rows; first += kAttentionRows) {
-            score_tiles<Cells>(first, cells, [&](int r, int c, const Floats& s) { store(scores(r) + positions[c], s); });
+            score_tiles<Cells>(first, cells, first == 0 ? ahead : nullptr,
+                               [&](int r, int c, const Floats& s) { store(scores(r) + positions[c], s); });
         }
     }
 
@@ -198,7 +229,7 @@ struct Attention {
             const char* cells[1] = {cell(sequence.groups[group])};
             for (int first = 0; first < score_rows; first += kAttentionRows) {
                 if (!anyone_sees(first, index)) continue;
-                score_tiles<1>(first, cells, [&](int r, int, const Floats& s) {
+                score_tiles<1>(first, cells, nullptr, [&](int r, int, const Floats& s) {
                     store_compressed(scores(r) + lengths[r / heads], s, task.rows[r / heads].masks[index]);
                 });
             }
@@ -217,23 +248,35 @@ struct Attention {
     }
 
     template <int Cells, class Sink>
-    void score_tiles(int first, const char* const* cells, Sink sink) const {
+    void score_tiles(int first, const char* const* cells, const char* const* ahead, Sink sink) const {
         treeserve::TREESERVE_ISA::score_rows<Number, Cells>(
-            smaller(kAttentionRows, score_rows - first), layout, cells, scratch.queries + first * kQueryStride,
+            smaller(kAttentionRows, score_rows - first), layout, cells, ahead, scratch.queries + first * kQueryStride,
             [&](int r, int c, const Floats& s) { sink(first + r, c, s); });
     }
 
     // Int8 values are steps: their scales go into the weights.
     void scale_weights() const {
-        for (int row = 0; row < task.num_rows; ++row) {
-            for (int i = 0; i < num_visible(row); ++i) {
-                const int32_t prefix = sequence.prefix_positions;
-                const int32_t slot = i < prefix ? sequence.slots[i] : task.rows[row].slots[i - prefix];
-                const char* scales = cell(slot / kLanes) + layout.scales_offset;
-                const float scale = reinterpret_cast<const float*>(scales)[kLanes + slot % kLanes];
-                for (int head = 0; head < heads; ++head) scores(row * heads + head)[i] *= scale;
+        const int prefix = sequence.prefix_positions;
+        for (int group = 0; group < sequence.prefix_groups; ++group) {
+            const int position = sequence.first_positions[group];
+            const int64_t lanes = smaller(kLanes, sequence.first_positions[group + 1] - position);
+            const Floats scale = load(value_scales(sequence.groups[group]));
+            for (int r = 0; r < score_rows; ++r) {
+                float* weights = scores(r) + position;
+                store_first(weights, multiply(load(weights), scale), lanes);
             }
         }
+        for (int row = 0; row < task.num_rows; ++row) {
+            for (int i = 0; i < task.rows[row].num_slots; ++i) {
+                const int32_t slot = task.rows[row].slots[i];
+                const float scale = value_scales(slot / kLanes)[slot % kLanes];
+                for (int head = 0; head < heads; ++head) scores(row * heads + head)[prefix + i] *= scale;
+            }
+        }
+    }
+
+    const float* value_scales(int32_t group) const {
+        return reinterpret_cast<const float*>(cell(group) + layout.scales_offset) + kLanes;
     }
 
     // First what all rows of the task see, then the rest row by row.
@@ -241,22 +284,22 @@ struct Attention {
         for (int64_t i = 0; i < score_rows * layout.padded_head_dim; i += kLanes) {
             store(scratch.sums + i, broadcast(0.0f));
         }
-        constexpr int kSlotsAtOnce = 64;  // their values stay in the first-level cache for all tiles
         const int prefix = sequence.prefix_positions;
         for (int i = 0; i < prefix; i += kSlotsAtOnce) {
-            weigh_slots(0, score_rows, sequence.slots + i, i, smaller(kSlotsAtOnce, prefix - i));
+            const int count = smaller(kSlotsAtOnce, prefix - i);
+            weigh_slots(0, score_rows, sequence.slots + i, i, count, smaller(count, prefix - i - kSlotsAtOnce));
         }
         int run = task.rows[0].run;
         for (int row = 1; row < task.num_rows; ++row) run = smaller(run, task.rows[row].run);
-        weigh_slots(0, score_rows, task.rows[0].slots, prefix, run);
+        weigh_slots(0, score_rows, task.rows[0].slots, prefix, run, 0);
         for (int row = 0; row < task.num_rows; ++row) {
             const AttentionRow& own = task.rows[row];
-            weigh_slots(row * heads, heads, own.slots + run, prefix + run, own.num_slots - run);
+            weigh_slots(row * heads, heads, own.slots + run, prefix + run, own.num_slots - run, 0);
         }
     }
 
-    void weigh_slots(int score_row, int count, const int32_t* slots, int first, int num_slots) const {
-        const WeightedSlots in{task.cells, slots, num_slots, scores(score_row) + first, scratch.score_stride};
+    void weigh_slots(int score_row, int count, const int32_t* slots, int first, int num_slots, int fetch) const {
+        const WeightedSlots in{task.cells, slots, num_slots, scores(score_row) + first, scratch.score_stride, fetch};
         weigh<Number>(count, layout, in, sums(score_row));
     }
 

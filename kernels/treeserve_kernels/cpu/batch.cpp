@@ -33,7 +33,8 @@ void BatchPlan::check_sizes() const {
     require(b.num_rows >= 0 && b.num_rows <= kMost, "number of rows ", b.num_rows);
     require(b.num_sequences >= 0 && b.num_sequences <= kMost, "number of sequences ", b.num_sequences);
     require(b.num_logits >= 0 && b.num_logits <= kMost, "number of logits ", b.num_logits);
-    require(b.block_size == kv_->block_size(), "block size ", b.block_size, ", but the KV cache has ", kv_->block_size());
+    require(b.block_size == kv_->block_size(), "block size ", b.block_size, ", but the KV cache has ",
+            kv_->block_size());
 }
 
 void BatchPlan::check_rows() {
@@ -86,8 +87,8 @@ void BatchPlan::check_ancestors(int64_t s) const {
     for (int64_t row = b.query_offsets[s]; row < b.query_offsets[s + 1]; ++row) {
         const uint64_t* words = b.ancestor_words + row * b.words_per_row;
         const int64_t own = b.node_offsets[s] + row - b.query_offsets[s];
-        require(own / 64 < b.words_per_row && (words[own / 64] >> own % 64 & 1), "row ", row, " does not see its own node, ",
-                own);
+        require(own / 64 < b.words_per_row && (words[own / 64] >> own % 64 & 1), "row ", row,
+                " does not see its own node, ", own);
         for (int64_t w = nodes / 64; w < b.words_per_row; ++w) {
             const uint64_t beyond = w == nodes / 64 ? ~uint64_t{0} << nodes % 64 : ~uint64_t{0};
             require(!(words[w] & beyond), "row ", row, " sees a node that does not exist: its sequence has ", nodes);
@@ -198,14 +199,15 @@ void BatchPlan::map_row(int64_t row, int64_t s, Storage& storage) {
 
 void cut_rows(const std::vector<AttentionRow>& rows, int64_t most, std::vector<RowRange>& ranges) {
     ranges.clear();
-    const auto size = static_cast<int32_t>(rows.size());
-    for (int32_t first = 0; first < size;) {
-        int32_t last = first + 1;
-        while (last < size && last - first < most && rows[static_cast<size_t>(last)].sequence == rows[static_cast<size_t>(first)].sequence) {
-            ++last;
+    const auto size = static_cast<int64_t>(rows.size());
+    const auto sequence = [&](int64_t row) { return rows[static_cast<size_t>(row)].sequence; };
+    for (int64_t first = 0, last; first < size; first = last) {
+        for (last = first + 1; last < size && sequence(last) == sequence(first);) ++last;
+        const int64_t count = last - first, pieces = (count + most - 1) / most;
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t begin = first + count * piece / pieces, end = first + count * (piece + 1) / pieces;
+            ranges.push_back({static_cast<int32_t>(begin), static_cast<int32_t>(end - begin)});
         }
-        ranges.push_back({first, last - first});
-        first = last;
     }
 }
 

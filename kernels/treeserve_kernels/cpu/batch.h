@@ -61,7 +61,7 @@ private:
     Scratch<uint16_t> masks_;
 };
 
-// Cuts rows into tasks: rows that follow each other, belong to one sequence, and are at most `most`.
+// Cuts rows into tasks of about the same size: rows of one sequence that follow each other, at most `most`.
 void cut_rows(const std::vector<AttentionRow>& rows, int64_t most, std::vector<RowRange>& ranges);
 
 }  // namespace treeserve

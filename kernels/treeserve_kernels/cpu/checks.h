@@ -19,7 +19,8 @@ template <class... Parts>
 
 template <class... Parts>
 inline void require(bool holds, const Parts&... parts) {
-    if (!holds) [[unlikely]] refuse(parts...);
+    if (!holds) [[unlikely]]
+        refuse(parts...);
 }
 
 inline void require_index(const char* what, int64_t place, int64_t index, int64_t size) {

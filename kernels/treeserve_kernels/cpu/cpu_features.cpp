@@ -10,8 +10,9 @@ const std::vector<const Kernels*>& available_kernels() {
         std::vector<const Kernels*> found;
 #if defined(__x86_64__)
         // These ask the operating system, too, whether it saves the wide registers.
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+            __builtin_cpu_supports("avx512vnni")) {
             found.push_back(&kAvx512Kernels);
         }
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);

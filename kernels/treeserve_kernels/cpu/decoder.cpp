@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "checks.h"
 #include "cpu_features.h"
@@ -21,12 +20,25 @@ std::vector<float> padded(const float* values, int64_t count, int64_t size) {
 constexpr int64_t kLayerPhases = 10;
 constexpr int64_t kOtherPhases = 3;
 
-// Up to so many rows are normalised and quantised by one thread.
-constexpr int64_t kFewRows = 2;
+// Items of a thread's share: enough to even out, and taking one costs too much for single panels of a large head.
+constexpr int64_t kMostShare = 64;
+
+// What is done row by row, one thread does for up to so many rows.
+#ifndef KFR
+#define KFR 2
+#endif
+constexpr int64_t kFewRows = KFR;
 
 int64_t panels_of(const TsLinear& linear) { return rounded_up(linear.num_outputs, kPanelOutputs) / kPanelOutputs; }
 
 int64_t groups_of(int64_t inputs) { return rounded_up(inputs, kGroupInputs) / kGroupInputs; }
+
+// Before the pool starts them.
+int checked_threads(const TsShape& shape, int threads) {
+    check_shape(shape);
+    require(threads >= 1 && threads <= 1024, "number of threads ", threads);
+    return threads;
+}
 
 }  // namespace
 
@@ -37,8 +49,8 @@ void ActivationBuffer::reserve(int64_t rows, int64_t groups) {
 }
 
 void treeserve::apply_linear(const TsLinear& linear, const Kernels& kernels, int64_t rows, const float* x, float* y) {
-    require(rows >= 0 && linear.num_inputs >= 1 && linear.num_outputs >= 1, rows, " rows, ", linear.num_inputs, " inputs, ",
-            linear.num_outputs, " outputs");
+    require(rows >= 0 && linear.num_inputs >= 1 && linear.num_outputs >= 1, rows, " rows, ", linear.num_inputs,
+            " inputs, ", linear.num_outputs, " outputs");
     const int64_t groups = groups_of(linear.num_inputs);
     ActivationBuffer buffer;
     buffer.reserve(rows, groups);
@@ -71,7 +83,7 @@ TsDecoder::TsDecoder(const TsShape& shape, const TsWeights& weights, int threads
       weights_(weights),
       kernels_(find_kernels(isa)),
       rotation_{weights.rope_cos, weights.rope_sin, shape.head_dim, static_cast<float>(shape.rms_norm_eps)},
-      pool_((check_shape(shape), require(threads >= 1 && threads <= 1024, "number of threads ", threads), threads)),
+      pool_(checked_threads(shape, threads)),
       row_scratch_(static_cast<size_t>(threads)),
       attention_scratch_(static_cast<size_t>(threads)) {
     const int64_t attended = shape.num_heads * shape.head_dim;
@@ -96,8 +108,8 @@ TsDecoder::TsDecoder(const TsShape& shape, const TsWeights& weights, int threads
 }
 
 void TsDecoder::check_linear(const char* name, const TsLinear& linear, int64_t outputs, int64_t inputs) const {
-    require(linear.num_outputs == outputs && linear.num_inputs == inputs, name, " has ", linear.num_outputs, " outputs and ",
-            linear.num_inputs, " inputs instead of ", outputs, " and ", inputs);
+    require(linear.num_outputs == outputs && linear.num_inputs == inputs, name, " has ", linear.num_outputs,
+            " outputs and ", linear.num_inputs, " inputs instead of ", outputs, " and ", inputs);
     require(reinterpret_cast<uintptr_t>(linear.panels) % 64 == 0, name, " panels begin at no multiple of 64 bytes");
 }
 
@@ -112,8 +124,9 @@ void TsDecoder::forward(const TsKvCache& kv, const TsBatch& batch, float* logits
     const int64_t heads_per_kv = shape_.num_heads / shape_.num_kv_heads;
     for (RowSet* set : {&pass.all, &pass.wanted}) {
         // Large tasks share more, small ones are spread better.
-        const int64_t spread = set->size() * shape_.num_kv_heads / (4 * pool_.size());
-        cut_rows(*set->rows, std::clamp<int64_t>(spread, 1, std::max<int64_t>(1, kTaskRows / heads_per_kv)), set->tasks);
+        const int64_t spread = set->size() * shape_.num_kv_heads / (3 * pool_.size());
+        cut_rows(*set->rows, std::clamp<int64_t>(spread, 1, std::max<int64_t>(1, kTaskRows / heads_per_kv)),
+                 set->tasks);
     }
     pool_.run(kOtherPhases + shape_.num_layers * kLayerPhases,
               [&](ThreadPool::Member& member) { run_layers(pass, member); });
@@ -159,22 +172,22 @@ void TsDecoder::run_layers(Pass& pass, ThreadPool::Member& member) {
 void TsDecoder::run_layer(Pass& pass, int64_t index, ThreadPool::Member& member) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const TsLayer& weights = layer.weights;
-    linear({&weights.qkv, input_.of(pass.all.size(), hidden_groups_), qkv_.data(), qkv_stride_}, member);
-    write_keys_values(pass, index, member);
+    project_qkv(pass, index, member);
     const bool last = index + 1 == shape_.num_layers;
     // Nobody reads what the last layer would make of the other rows.
     const RowSet& rows = last ? pass.wanted : pass.all;
     if (last) gather_wanted(pass, member);
     attend(pass, index, rows, member);
-    linear_then_normalise({&weights.attention_output, input_.of(rows.size(), attended_groups_), rows.hidden, hidden_stride_},
-                          layer.feed_forward_norm, rows, member);
+    linear_then_normalise(
+        {&weights.attention_output, input_.of(rows.size(), attended_groups_), rows.hidden, hidden_stride_},
+        layer.feed_forward_norm, rows, member);
     const Activations products = gate_up(weights.gate_up, rows, member);
     linear_then_normalise({&weights.down, products, rows.hidden, hidden_stride_},
                           last ? norm_ : layers_[static_cast<size_t>(index + 1)].input_norm, rows, member);
 }
 
-// Items of a phase, then something for every row: for few rows, waiting for each other twice costs more than sharing them
-// gains.
+// Items of a phase, then something for every row: for few rows, waiting for each other twice costs more than sharing
+// them gains.
 template <class Function, class RowFunction>
 void TsDecoder::for_each_then_rows(ThreadPool::Member& member, int64_t count, Function function, int64_t rows,
                                    RowFunction row_function) {
@@ -188,7 +201,8 @@ void TsDecoder::for_each_then_rows(ThreadPool::Member& member, int64_t count, Fu
     });
 }
 
-void TsDecoder::normalise_row(const RowSet& rows, const std::vector<float>& weight, int64_t row, const ThreadPool::Member& member) {
+void TsDecoder::normalise_row(const RowSet& rows, const std::vector<float>& weight, int64_t row,
+                              const ThreadPool::Member& member) {
     float* row_scratch = row_scratch_[static_cast<size_t>(member.thread)].data();
     kernels_.normalise(rows.hidden + row * hidden_stride_, weight.data(), shape_.hidden_size, hidden_stride_,
                        rotation_.epsilon, row_scratch);
@@ -197,7 +211,13 @@ void TsDecoder::normalise_row(const RowSet& rows, const std::vector<float>& weig
 
 void TsDecoder::linear(const LinearCall& call, ThreadPool::Member& member) {
     if (call.input.rows == 0) return;
-    pool_.for_each(member, panels_of(*call.linear), [&](int64_t panel) { kernels_.linear_store(call, panel); });
+    const int64_t panels = panels_of(*call.linear);
+    const int64_t items = std::min(panels, pool_.size() * kMostShare);
+    pool_.for_each(member, items, [&](int64_t item) {
+        for (int64_t panel = panels * item / items; panel < panels * (item + 1) / items; ++panel) {
+            kernels_.linear_store(call, panel);
+        }
+    });
 }
 
 void TsDecoder::linear_then_normalise(const LinearCall& call, const std::vector<float>& norm, const RowSet& rows,
@@ -208,20 +228,25 @@ void TsDecoder::linear_then_normalise(const LinearCall& call, const std::vector<
         [&](int64_t row) { normalise_row(rows, norm, row, member); });
 }
 
-void TsDecoder::write_keys_values(const Pass& pass, int64_t layer, ThreadPool::Member& member) {
-    const TsBatch& batch = plan_.batch();
+void TsDecoder::project_qkv(const Pass& pass, int64_t layer, ThreadPool::Member& member) {
+    const TsLinear& qkv = layers_[static_cast<size_t>(layer)].weights.qkv;
+    const LinearCall call{&qkv, input_.of(pass.all.size(), hidden_groups_), qkv_.data(), qkv_stride_};
+    for_each_then_rows(
+        member, panels_of(qkv), [&](int64_t panel) { kernels_.linear_store(call, panel); }, pass.all.size(),
+        [&](int64_t row) { write_keys_values(pass, layer, row); });
+}
+
+void TsDecoder::write_keys_values(const Pass& pass, int64_t layer, int64_t row) const {
     const KvLayout& layout = pass.kv.layout();
-    const int64_t heads = shape_.num_kv_heads, head_dim = shape_.head_dim;
-    const int64_t first_key = shape_.num_heads * head_dim, first_value = first_key + heads * head_dim;
-    pool_.for_each(member, batch.num_rows * heads, [&](int64_t item) {
-        const int64_t row = item / heads, head = item % heads, place = plan_.place(row);
-        const float* qkv = qkv_.data() + row * qkv_stride_;
-        kernels_.write_key_value({&layout, &rotation_, qkv + first_key + head * head_dim,
-                                  qkv + first_value + head * head_dim, layers_[static_cast<size_t>(layer)].weights.k_norm,
-                                  batch.positions[row],
-                                  pass.kv.cells(layer, place / kLanes) + head * layout.cell_bytes,
+    const int64_t heads = shape_.num_kv_heads, head_dim = shape_.head_dim, place = plan_.place(row);
+    const float* keys = qkv_.data() + row * qkv_stride_ + shape_.num_heads * head_dim;
+    const float* k_norm = layers_[static_cast<size_t>(layer)].weights.k_norm;
+    char* cells = pass.kv.cells(layer, place / kLanes);
+    for (int64_t head = 0; head < heads; ++head) {
+        kernels_.write_key_value({&layout, &rotation_, keys + head * head_dim, keys + (heads + head) * head_dim, k_norm,
+                                  plan_.batch().positions[row], cells + head * layout.cell_bytes,
                                   static_cast<int>(place % kLanes)});
-    });
+    }
 }
 
 void TsDecoder::gather_wanted(Pass& pass, ThreadPool::Member& member) {
@@ -256,8 +281,7 @@ void TsDecoder::attend(const Pass& pass, int64_t layer, const RowSet& rows, Thre
                              pass.kv.cells(layer, 0) + head * layout.cell_bytes},
                             scratch);
         },
-        rows.size(),
-        [&](int64_t row) { kernels_.quantise(attended_.data() + row * attended_stride_, attended, row); });
+        rows.size(), [&](int64_t row) { kernels_.quantise(attended_.data() + row * attended_stride_, attended, row); });
 }
 
 Activations TsDecoder::gate_up(const TsLinear& linear, const RowSet& rows, ThreadPool::Member& member) {

@@ -18,7 +18,9 @@ namespace treeserve {
 class ActivationBuffer {
 public:
     void reserve(int64_t rows, int64_t groups);
-    Activations of(int64_t rows, int64_t groups) const { return {values_.data(), scales_.data(), offsets_.data(), rows, groups}; }
+    Activations of(int64_t rows, int64_t groups) const {
+        return {values_.data(), scales_.data(), offsets_.data(), rows, groups};
+    }
 
 private:
     Scratch<int8_t> values_;
@@ -64,7 +66,8 @@ private:
     void linear(const treeserve::LinearCall& call, treeserve::ThreadPool::Member& member);
     void linear_then_normalise(const treeserve::LinearCall& call, const std::vector<float>& norm, const RowSet& rows,
                                treeserve::ThreadPool::Member& member);
-    void write_keys_values(const Pass& pass, int64_t layer, treeserve::ThreadPool::Member& member);
+    void project_qkv(const Pass& pass, int64_t layer, treeserve::ThreadPool::Member& member);
+    void write_keys_values(const Pass& pass, int64_t layer, int64_t row) const;
     void gather_wanted(Pass& pass, treeserve::ThreadPool::Member& member);
     void attend(const Pass& pass, int64_t layer, const RowSet& rows, treeserve::ThreadPool::Member& member);
     treeserve::Activations gate_up(const TsLinear& linear, const RowSet& rows, treeserve::ThreadPool::Member& member);

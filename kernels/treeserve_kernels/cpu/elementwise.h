@@ -31,7 +31,8 @@ inline float reciprocal_rms(const float* x, int64_t width, float epsilon) {
     return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + epsilon);
 }
 
-inline void normalise(const float* x, const float* weight, int64_t width, int64_t padded_width, float epsilon, float* y) {
+inline void normalise(const float* x, const float* weight, int64_t width, int64_t padded_width, float epsilon,
+                      float* y) {
     const Floats factor = broadcast(reciprocal_rms(x, width, epsilon));
     for (int64_t i = 0; i < padded_width; i += kLanes) {
         store(y + i, multiply(multiply(load(x + i), factor), load(weight + i)));

@@ -1,9 +1,9 @@
 // The arithmetic of a forward pass, as a table of functions that each instruction set fills in.
 //
-// The kernels are written once (linear.h, attention.h, elementwise.h) over a vector of 16 numbers, and compiled once per
-// instruction set. Every operation on that vector is exact, correctly rounded or in a fixed order, so that all tables
-// compute the same bits. The kernels know plain pointers only: no inline function of the standard library can end up
-// compiled for an instruction set that the CPU lacks.
+// The kernels are written once (linear.h, attention.h, elementwise.h) over a vector of 16 numbers, and compiled once
+// per instruction set. Every operation on that vector is exact, correctly rounded or in a fixed order, so that all
+// tables compute the same bits. The kernels know plain pointers only: no inline function of the standard library can
+// end up compiled for an instruction set that the CPU lacks.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int kLanes = 16;         // numbers in a vector, and slots in a slot g
 constexpr int kPanelOutputs = 32;  // outputs in a panel of weights
 constexpr int kGroupInputs = 64;   // inputs that share an activation scale
 constexpr int64_t kMaxHeadDim = 512;
-constexpr int kTaskRows = 24;             // most rows of one attention task
+constexpr int kTaskRows = 24;  // most rows of one attention task
 
 constexpr int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -69,7 +69,7 @@ struct Rotation {
 struct KeyValueWrite {
     const KvLayout* layout;
     const Rotation* rotation;
-    const float* key;     // before normalisation and rotation
+    const float* key;  // before normalisation and rotation
     const float* value;
     const float* k_norm;  // or null
     int64_t position;
@@ -121,9 +121,9 @@ struct AttentionTask {
 };
 
 struct AttentionScratch {
-    float* queries;  // [score rows][kQueryStride]
-    float* scores;   // [score rows][score_stride]
-    float* sums;     // [score rows][padded head_dim]
+    float* queries;   // [score rows][kQueryStride]
+    float* scores;    // [score rows][score_stride]
+    float* sums;      // [score rows][padded head_dim]
     float* inverses;  // [score rows]
     int64_t score_stride;
 };
@@ -134,7 +134,8 @@ constexpr int64_t kQueryStride = kMaxHeadDim + kLanes;
 struct Kernels {
     const char* name;
     // y = x / rms(x) * weight; x and weight are zero from width to padded_width, a multiple of 16.
-    void (*normalise)(const float* x, const float* weight, int64_t width, int64_t padded_width, float epsilon, float* y);
+    void (*normalise)(const float* x, const float* weight, int64_t width, int64_t padded_width, float epsilon,
+                      float* y);
     void (*quantise)(const float* x, const Activations& out, int64_t row);
     void (*linear_store)(const LinearCall& call, int64_t panel);
     void (*linear_add)(const LinearCall& call, int64_t panel);

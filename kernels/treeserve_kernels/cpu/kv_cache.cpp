@@ -1,8 +1,9 @@
 #include "kv_cache.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "checks.h"
+#include "number_types.h"
 
 using namespace treeserve;
 
@@ -13,7 +14,10 @@ int64_t number_bytes(TsKvType type) { return type == TS_KV_FLOAT32 ? 4 : type ==
 }  // namespace
 
 TsKvCache::TsKvCache(const TsShape& shape, int64_t num_blocks, int64_t block_size, TsKvType type)
-    : num_blocks_(num_blocks), block_size_(block_size), num_layers_(shape.num_layers), num_kv_heads_(shape.num_kv_heads) {
+    : num_blocks_(num_blocks),
+      block_size_(block_size),
+      num_layers_(shape.num_layers),
+      num_kv_heads_(shape.num_kv_heads) {
     check_shape(shape);
     require(num_blocks >= 1 && num_blocks <= INT32_MAX, "number of blocks ", num_blocks);
     require(block_size >= 1 && block_size <= INT32_MAX, "block size ", block_size);
@@ -29,8 +33,8 @@ TsKvCache::TsKvCache(const TsShape& shape, int64_t num_blocks, int64_t block_siz
     layout_.group_bytes = layout_.cell_bytes * num_kv_heads_;
     int64_t groups, total;
     // Places are counted in 32 bits.
-    require(!__builtin_mul_overflow(num_blocks, groups_per_block_, &groups) && groups <= INT32_MAX / kLanes,
-            num_blocks, " blocks of ", block_size, " slots are too many");
+    require(!__builtin_mul_overflow(num_blocks, groups_per_block_, &groups) && groups <= INT32_MAX / kLanes, num_blocks,
+            " blocks of ", block_size, " slots are too many");
     require(!__builtin_mul_overflow(groups, layout_.group_bytes, &layer_bytes_) &&
                 !__builtin_mul_overflow(layer_bytes_, num_layers_, &total),
             num_blocks, " blocks of ", block_size, " slots are too large");
@@ -43,31 +47,40 @@ void TsKvCache::move(int64_t count, const int64_t* src, const int64_t* dst) {
         require_index("slot to move from", i, src[i], num_slots());
         require_index("slot to move to", i, dst[i], num_slots());
     }
+    switch (layout_.type) {
+        case TS_KV_FLOAT32: return copy_slots<float>(count, src, dst);
+        case TS_KV_BFLOAT16: return copy_slots<Bfloat16>(count, src, dst);
+        case TS_KV_INT8: return copy_slots<int8_t>(count, src, dst);
+    }
+}
+
+template <class Number>
+void TsKvCache::copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const {
     for (int64_t layer = 0; layer < num_layers_; ++layer) {
         for (int64_t i = 0; i < count; ++i) {
             const int64_t from = place(src[i]), to = place(dst[i]);
             if (from == to) continue;
-            char* from_cell = cells(layer, from / kLanes);
-            char* to_cell = cells(layer, to / kLanes);
             for (int64_t head = 0; head < num_kv_heads_; ++head) {
                 const int64_t at = head * layout_.cell_bytes;
-                copy_slot(from_cell + at, static_cast<int>(from % kLanes), to_cell + at, static_cast<int>(to % kLanes));
+                copy_slot<Number>(cells(layer, from / kLanes) + at, from % kLanes, cells(layer, to / kLanes) + at,
+                                  to % kLanes);
             }
         }
     }
 }
 
-void TsKvCache::copy_slot(char* from, int from_lane, char* to, int to_lane) const {
-    const int64_t bytes = number_bytes(layout_.type);
-    for (int64_t d = 0; d < layout_.head_dim; ++d) {
-        std::memcpy(to + (d * kLanes + to_lane) * bytes, from + (d * kLanes + from_lane) * bytes, static_cast<size_t>(bytes));
-    }
-    const int64_t row = layout_.padded_head_dim * bytes;
-    std::memcpy(to + layout_.values_offset + to_lane * row, from + layout_.values_offset + from_lane * row,
-                static_cast<size_t>(row));
-    if (layout_.type != TS_KV_INT8) return;
-    for (int kind = 0; kind < 2; ++kind) {  // of the keys, of the values
-        std::memcpy(to + layout_.scales_offset + (kind * kLanes + to_lane) * 4,
-                    from + layout_.scales_offset + (kind * kLanes + from_lane) * 4, 4);
-    }
+template <class Number>
+void TsKvCache::copy_slot(const char* from, int64_t from_lane, char* to, int64_t to_lane) const {
+    const auto* from_keys = reinterpret_cast<const Number*>(from) + from_lane;
+    auto* to_keys = reinterpret_cast<Number*>(to) + to_lane;
+    for (int64_t d = 0; d < layout_.head_dim; ++d) to_keys[d * kLanes] = from_keys[d * kLanes];
+    const auto* from_values = reinterpret_cast<const Number*>(from + layout_.values_offset);
+    auto* to_values = reinterpret_cast<Number*>(to + layout_.values_offset);
+    std::copy_n(from_values + from_lane * layout_.padded_head_dim, layout_.padded_head_dim,
+                to_values + to_lane * layout_.padded_head_dim);
+    if constexpr (sizeof(Number) > 1) return;
+    const auto* from_scales = reinterpret_cast<const float*>(from + layout_.scales_offset);
+    auto* to_scales = reinterpret_cast<float*>(to + layout_.scales_offset);
+    to_scales[to_lane] = from_scales[from_lane];                    // of the key
+    to_scales[kLanes + to_lane] = from_scales[kLanes + from_lane];  // of the value
 }

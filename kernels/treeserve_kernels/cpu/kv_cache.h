@@ -36,7 +36,10 @@ public:
     void move(int64_t count, const int64_t* src, const int64_t* dst);
 
 private:
-    void copy_slot(char* from, int from_lane, char* to, int to_lane) const;
+    template <class Number>
+    void copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const;
+    template <class Number>
+    void copy_slot(const char* from, int64_t from_lane, char* to, int64_t to_lane) const;
 
     int64_t num_blocks_, block_size_, groups_per_block_, num_layers_, num_kv_heads_, layer_bytes_;
     treeserve::KvLayout layout_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def load() -> ctypes.CDLL:
     """
     path = library_path()
     try:
+        _check_whole(path)
         library = ctypes.CDLL(str(path))
         found = library.ts_abi_version()
     except (OSError, AttributeError) as error:
@@ -59,6 +61,16 @@ def load() -> ctypes.CDLL:
         raise OSError(f"{path} has interface version {found} instead of {_ABI_VERSION}; build it anew")
     _declare(library)
     return library
+
+
+def _check_whole(path: Path) -> None:
+    """Raise OSError for a file cut short, of which the loader would map pages that are not there: a fatal signal."""
+    with path.open("rb") as file:
+        header, size = file.read(64), file.seek(0, os.SEEK_END)
+    if len(header) == 64 and header.startswith(b"\x7fELF\x02"):
+        table, entry_bytes, entries = struct.unpack_from("<40xQ10xHH", header)
+        if size < table + entry_bytes * entries:  # the table of sections comes last
+            raise OSError("it is cut short")
 
 
 def check(status: int) -> None:

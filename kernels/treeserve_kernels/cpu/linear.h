@@ -1,7 +1,7 @@
 // Int8 linear layers: exact integer sums per group of 64 inputs, then floats group by group in order.
 //
-// A panel of 32 outputs is multiplied with up to kLinearRows rows at a time: each weight vector that is loaded serves all
-// of them, and their integer sums stay in registers. A row's result does not depend on the rows beside it.
+// A panel of 32 outputs is multiplied with up to kLinearRows rows at a time: each weight vector that is loaded serves
+// all of them, and their integer sums stay in registers. A row's result does not depend on the rows beside it.
 #pragma once
 
 #include "elementwise.h"

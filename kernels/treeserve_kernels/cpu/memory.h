@@ -1,6 +1,7 @@
 // Large blocks of zeroed memory, in huge pages where the system has them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -36,6 +37,7 @@ public:
 
     void reserve(int64_t count) {
         if (count <= count_) return;
+        count = std::max(count, count_ + count_ / 2);  // contexts grow token by token
         memory_ = ZeroedMemory(static_cast<size_t>(count) * sizeof(Number));
         count_ = count;
     }

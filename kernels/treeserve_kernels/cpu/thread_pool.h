@@ -30,15 +30,20 @@ public:
 
     int size() const { return size_; }
 
-    // Calls job(member) on every thread that comes in time, and returns when the job is over. Every thread calls for_each
-    // with the same counts in the same order, at most `phases` times.
+    // Calls job(member) on every thread that comes in time, and returns when the job is over. Every thread calls
+    // for_each with the same counts in the same order, at most `phases` times.
     void run(int64_t phases, const Job& job);
 
-    // Within a job: spreads function(item) for [0, count) over the threads; then one of them calls finally(). Returns when
-    // both are done. Each thread takes its own share front to back, which keeps memory accesses in sequence, and then
-    // helps the others.
+    // Within a job: spreads function(item) for [0, count) over the threads; then one of them calls finally(). Returns
+    // when both are done. Each thread takes its own share front to back, which keeps memory accesses in sequence, and
+    // then helps the others.
     template <class Function, class Finally>
     void for_each(Member& member, int64_t count, Function function, Finally finally) {
+        if (size_ == 1) {
+            for (int64_t item = 0; item < count; ++item) function(item);
+            if (count) finally();
+            return;
+        }
         Counter* taken = &counters_[static_cast<size_t>(member.phase++ * (size_ + 1))];
         std::atomic<int64_t>& done = taken[size_].value;
         int64_t own = 0;

@@ -41,9 +41,7 @@ inline __mmask16 first_lanes(int64_t count) {
 inline Floats load_first(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline void store_first(float* p, Floats x, int64_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
-inline void store_bytes(int8_t* p, Ints x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
+inline void store_bytes(int8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
 inline void store_compressed(float* p, Floats x, uint32_t mask) {
     _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), x));
 }

@@ -153,8 +153,8 @@ inline InputBytes load_inputs(const int8_t* p) {
 }
 inline Ints add_products(const Ints& sums, const WeightBytes& w, const InputBytes& x) {
     return each_int([&](int i) {
-        return sums.lane[i] + w.byte[4 * i] * x.byte[0] + w.byte[4 * i + 1] * x.byte[1] + w.byte[4 * i + 2] * x.byte[2] +
-               w.byte[4 * i + 3] * x.byte[3];
+        return sums.lane[i] + w.byte[4 * i] * x.byte[0] + w.byte[4 * i + 1] * x.byte[1] +
+               w.byte[4 * i + 2] * x.byte[2] + w.byte[4 * i + 3] * x.byte[3];
     });
 }
 

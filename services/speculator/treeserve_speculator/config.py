@@ -8,7 +8,7 @@ from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.made_once import default_cache_dir
-from treeserve_engine.precision import AUTO, DTYPES
+from treeserve_engine.precision import AUTO, check_dtype
 from treeserve_wire.config import check_at_least, option
 
 SSM = "ssm"
@@ -61,8 +61,7 @@ class SpeculatorConfig:
             raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
         if not self.verifiers:
             raise InvalidArgumentError("verifiers", "name at least one")
-        if self.ssm_dtype not in (AUTO, *DTYPES):
-            raise InvalidArgumentError("ssm_dtype", f"{self.ssm_dtype!r} is not one of {AUTO}, {', '.join(DTYPES)}")
+        check_dtype("ssm_dtype", self.ssm_dtype)
         check_at_least(self, 1, "max_nodes", "max_depth", "ssm_kv_tokens", "ssm_depth", "threads")
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.made_once import default_cache_dir
-from treeserve_engine.precision import AUTO, DTYPES
+from treeserve_engine.precision import AUTO, check_dtype
 from treeserve_wire.config import check_at_least, option
 
 
@@ -65,10 +65,8 @@ class VerifierConfig:
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) not in (AUTO, *DTYPES):
-                choices = ", ".join((AUTO, *DTYPES))
-                raise InvalidArgumentError(name, f"{getattr(self, name)!r} is not one of {choices}")
+        check_dtype("dtype", self.dtype)
+        check_dtype("kv_dtype", self.kv_dtype)
         check_at_least(
             self, 1, "threads", "kv_tokens", "block_size", "max_sequences", "max_context_tokens", "step_rows"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 _ENOUGH_MS = 50.0  # timing one count of rows
 _SMOOTHING = 0.1
+_AGES_MS = 1e9
 
 
 class CostModel:
@@ -33,6 +34,11 @@ class CostModel:
         """
         time_ms(_MEASURED_ROWS[-1])  # the first pass pays for allocations
         return cls({rows: _fastest(time_ms, rows) for rows in _MEASURED_ROWS})
+
+    @classmethod
+    def free_rows(cls) -> CostModel:
+        """Steps that take ages, however many rows they have: all that is drafted is worth waiting for and verifying."""
+        return cls({1: _AGES_MS, 2**31: _AGES_MS})
 
     @property
     def table(self) -> dict[int, float]:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treeserve_core.acceptance import AcceptanceRule
+from treeserve_engine.accept import is_replayed
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.device_accept import DeviceOutcome, TreeToAccept, accept_on_device
+from treeserve_engine.device_accept import Commit, TreeToAccept, accept_on_device
 from treeserve_engine.interface import DeviceModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.executor import Accepted
@@ -30,7 +30,7 @@ def forward_on_device(
     top_tokens: int,
     top_tokens_for: Collection[int],
     vocab_size: int,
-) -> list[Callable[[], Accepted]]:
+) -> list[Commit]:
     """Compute a step's rows and replay its trees; for each sequence what gives its outcome, or raises its error.
 
     Args:
@@ -46,30 +46,17 @@ def forward_on_device(
     trees = {
         i: TreeToAccept(p.tree, p.sequence.sampler, p.sequence.stops_at, num_top(p))
         for i, p in enumerate(planned)
-        if p.tree is not None and _is_replayed(p)
+        if p.tree is not None and is_replayed(p.sequence.sampler, p.sequence.submission.limits.acceptance)
     }
-    outcomes: dict[int, DeviceOutcome] = {}
+    commits: dict[int, Commit] = {}
     if trees:
         own = [logits[offsets[i] : offsets[i + 1]] for i in trees]
         whole = logits if sum(map(len, own)) == len(logits) else torch.cat(own)
-        outcomes = dict(zip(trees, accept_on_device(whole, list(trees.values()), vocab_size), strict=True))
+        commits = dict(zip(trees, accept_on_device(whole, list(trees.values()), vocab_size), strict=True))
     elif logits.is_cuda:
         torch.cuda.synchronize()  # the step's time is measured
 
-    def accepting(i: int) -> Callable[[], Accepted]:
-        if i in outcomes:
-            return lambda: _unwrapped(outcomes[i])
+    def on_host(i: int) -> Commit:
         return lambda: accept_on_host(planned[i], logits[offsets[i] : offsets[i + 1]].cpu().numpy())
 
-    return [accepting(i) for i in range(len(planned))]
-
-
-def _is_replayed(planned: PlannedSequence) -> bool:
-    sequence = planned.sequence
-    return sequence.sampler.is_greedy or sequence.submission.limits.acceptance.rule is AcceptanceRule.REPLAY
-
-
-def _unwrapped(result: DeviceOutcome) -> Accepted:
-    if result.outcome is None:
-        raise result.error or RuntimeError("neither outcome nor error")
-    return result.outcome, result.top_token_ids
+    return [commits.get(i) or on_host(i) for i in range(len(planned))]

@@ -117,6 +117,8 @@ class DraftHandler:
         self._identity = identity
         self._loop = loop
         self._metrics = metrics
+        # Twice as many as can be held: a tree may come for a sequence that has ended.
+        self._max_proposals = 2 * (config.max_sequences + config.max_waiting)
 
     async def serve(self, requests: AsyncIterator[verifier_pb2.DraftRequest], context: ServicerContext) -> None:
         """One stream, from hello to end.
@@ -162,6 +164,8 @@ class DraftHandler:
 
     def _take_proposals(self, stream: DraftStream, speculator: Speculator, proposals: verifier_pb2.Proposals) -> None:
         """Take each tree; refuse malformed, late and unknown ones, each for itself."""
+        if (count := len(proposals.proposals)) > self._max_proposals:  # they would hold up the steps
+            raise InvalidArgumentError("proposals", f"{count} in a frame; one for each sequence is expected")
         rejections = verifier_pb2.Rejections()
         for message in proposals.proposals:
             try:

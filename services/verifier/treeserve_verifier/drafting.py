@@ -15,7 +15,7 @@ from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator
 
-_PRIOR_SMOOTHING = 0.05
+_PRIOR_SMOOTHING = 0.05  # the last twenty trees of all sequences
 _WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
 
 

@@ -22,9 +22,9 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 
 _TOP_TOKENS = 8
-
-Accepted = tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]
 _COLUMN = 64
+
+Accepted = tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]  # and the most probable tokens, if wanted
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class StepResult:
     outcome: VerifyOutcome | None = None
     top_token_ids: tuple[tuple[int, ...], ...] = ()
     error: Exception | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence's generation is complete with this."""
+        return self.outcome is not None and self.outcome.finish_reason is not None
 
 
 @dataclass(frozen=True)

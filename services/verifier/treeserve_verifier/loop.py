@@ -140,6 +140,8 @@ class VerifyLoop:
         node_cost = self._planner.node_cost(plan)
         for result in step.results:
             self._settle(result, node_cost)
+        if any(result.is_last for result in step.results):
+            self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
 
     def _candidates(self) -> list[Candidate]:
         for sequence in self._scheduler.admit():
@@ -189,10 +191,13 @@ class VerifyLoop:
 
     def _catch_up(self) -> None:
         """Do what a step left for later: count it, and have its tokens sent."""
+        self._count()
+        self._notify()
+
+    def _count(self) -> None:
         if self._uncounted is not None:
             self._metrics.count(self._uncounted, self._desk.source_names)
             self._uncounted = None
-        self._notify()
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:

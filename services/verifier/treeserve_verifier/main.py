@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,8 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
     cost = CostModel.measure(functools.partial(forward_ms, runner))
     divergence = measure_divergence(model)
+    if not math.isfinite(divergence):
+        raise InvalidArgumentError("model", "computes logits that are not finite: its weights are damaged")
     if divergence > 0:
         _log.warning("logits depend on the batch here: output may change with speculation", divergence=divergence)
     _log.info("engine ready", cost_ms={rows: round(ms, 2) for rows, ms in cost.table.items()}, divergence=divergence)
@@ -129,7 +132,7 @@ class Verifier:
         self._config = config
         self.blocks = engine.runner.blocks
         self._thread = engine.thread
-        planner = StepPlanner(config, engine.cost)
+        planner = StepPlanner(config, CostModel.free_rows() if config.draft_always else engine.cost)
         clock = time.monotonic  # uvloop's own counts milliseconds: as long as a tree takes
         self._desk = DraftDesk(
             clock,

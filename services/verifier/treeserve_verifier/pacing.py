@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from treeserve_core.tree import TokenTree
 
 MAX_INTERVAL = 32
-_SMOOTHING = 0.2
+_SMOOTHING = 0.2  # the last five trees count most
 _MOST_SAVED = 8.0  # beyond, a tree pays however slow its speculator is; more would only delay the end of a lucky run
 
 

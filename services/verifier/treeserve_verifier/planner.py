@@ -12,8 +12,6 @@ from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.sequence import Sequence
 
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
-_PRICELESS_S = 1e6
-
 
 _RatedNode = tuple[float, int, int, int, int]  # -f, depth, candidate, place in the tree's ranking, node
 
@@ -112,8 +110,6 @@ class StepPlanner:
 
     def prices(self, decoding: int) -> Prices:
         """What tokens and rows cost while so many sequences decode."""
-        if self._config.draft_always:
-            return Prices(token_s=_PRICELESS_S, row=0.0)
         roots = max(decoding, 1)
         step_ms = self._cost.step_ms(roots)
         return Prices(step_ms / roots / 1e3, self._cost.step_ms(2 * roots) / step_ms - 1.0)
@@ -121,7 +117,7 @@ class StepPlanner:
     def node_cost(self, plan: StepPlan) -> float:
         """What one draft node of a plan costs, in tokens: as many as plain decoding emits in that time."""
         nodes = sum(p.rows - p.chunk for p in plan.sequences)
-        if nodes == 0 or self._config.draft_always:
+        if nodes == 0:
             return 0.0
         extra_ms = self._cost.step_ms(plan.rows) - self._cost.step_ms(plan.rows - nodes)
         decoding = sum(p.tree is not None for p in plan.sequences)
@@ -195,8 +191,6 @@ class StepPlanner:
         Whether a draw is verified must not depend on the token it brought, and the rest of the tree does: what follows
         the draw, and whether it repeats one. So the bound is the same whatever was drawn, unlike in `_paying`.
         """
-        if self._config.draft_always:
-            return list(rated)
         rows = max(1, self._config.max_nodes)
         plain_ms = self._cost.step_ms(roots)
         least = (self._cost.step_ms(roots + rows) - plain_ms) / rows * roots / plain_ms
@@ -204,8 +198,6 @@ class StepPlanner:
 
     def _paying(self, roots: int, taken: SequenceOf[float], f: SequenceOf[float]) -> int:
         """How many of the nodes, best first, maximise emitted tokens per unit time, beside roots and nodes taken."""
-        if self._config.draft_always:
-            return len(f)
         best, best_rate, emitted = 0, 0.0, roots + sum(taken)
         for n in range(len(f) + 1):
             if n > 0:
