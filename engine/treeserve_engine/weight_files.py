@@ -22,11 +22,11 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            files = sorted(folder / name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgumentError("model", f"{index} is broken: {error!r}") from error
     else:
-        names = {SINGLE_FILE}
-    files = sorted(folder / name for name in names)
+        files = [folder / SINGLE_FILE]
     for file in files:
         if not file.is_file():
             raise InvalidArgumentError("model", f"{folder} lacks {file.name} (only safetensors weights are supported)")

@@ -20,6 +20,8 @@ from tokenizers import Tokenizer as Backend
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.checkpoint import prepare_checkpoint
 from treeserve_engine.config import LinearRopeScaling, Llama3RopeScaling, load_config
+from treeserve_engine.gguf_file import GgufFile
+from treeserve_engine.gguf_tokenizer import write_tokenizer
 from treeserve_engine.weights import load_tensors
 
 BACKEND = byte_level_bpe()
@@ -146,6 +148,13 @@ def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[s
     converted = Backend.from_file(str(_convert(tmp_path, pre=pre) / "tokenizer.json"))
     assert converted.pre_tokenizer is not None
     assert [piece for piece, _ in converted.pre_tokenizer.pre_tokenize_str("It's  1234\n\n x")] == pieces
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", BACKEND, random_tensors(ROWS))
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_tokenizer(GgufFile(source), tmp_path)
 
 
 def test_bos_padding_tokens_and_template_of_a_converted_tokenizer(tmp_path: Path) -> None:
@@ -277,6 +286,13 @@ def test_sharded_weights_are_one_mapping(tmp_path: Path) -> None:
     assert "d" not in tensors
     (tmp_path / "x-2.safetensors").unlink()
     with pytest.raises(InvalidArgumentError, match="x-2"):
+        load_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
+def test_a_broken_index_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InvalidArgumentError, match="is broken"):
         load_tensors(tmp_path)
 
 

@@ -120,6 +120,17 @@ def test_oldest_finished_response_is_forgotten() -> None:
     assert tree is not None and tree.token_ids == (411, 412, 413)
 
 
+def test_a_response_that_comes_again_and_again_is_kept_a_bounded_number_of_times() -> None:
+    source = SuffixSource(depth=4, max_shared_nodes=60)
+    for _ in range(1000):
+        source.close(_opened(source, [1, *range(10, 20)], prompt_len=1))
+        source.close(_opened(source, [1], prompt_len=1))
+    assert source._finished.num_tokens == sum(map(len, source._finished._responses)) == 60
+    assert len(source._finished._responses) == 6
+    tree = source.propose(_opened(source, [2, 10, 11]), 2)
+    assert tree is not None and tree.token_ids == (11, 12, 13)
+
+
 def test_budget_is_kept() -> None:
     source = SuffixSource()
     state = _opened(source, [random.Random(4).randrange(3) for _ in range(300)])

@@ -24,10 +24,7 @@ constexpr int64_t kOtherPhases = 3;
 constexpr int64_t kMostShare = 64;
 
 // What is done row by row, one thread does for up to so many rows.
-#ifndef KFR
-#define KFR 2
-#endif
-constexpr int64_t kFewRows = KFR;
+constexpr int64_t kFewRows = 4;
 
 int64_t panels_of(const TsLinear& linear) { return rounded_up(linear.num_outputs, kPanelOutputs) / kPanelOutputs; }
 

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Mapping
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
+MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
 _ENOUGH_MS = 50.0  # timing one count of rows
 _SMOOTHING = 0.1
 _AGES_MS = 1e9
@@ -32,7 +33,7 @@ class CostModel:
 
         What disturbs a timing only ever adds to it, and to a short one the most.
         """
-        time_ms(_MEASURED_ROWS[-1])  # the first pass pays for allocations
+        time_ms(MOST_MEASURED_ROWS)  # the first pass pays for allocations
         return cls({rows: _fastest(time_ms, rows) for rows in _MEASURED_ROWS})
 
     @classmethod

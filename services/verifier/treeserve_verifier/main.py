@@ -24,7 +24,7 @@ from treeserve_engine.precision import Precision, choose_precision
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.cost_model import MOST_MEASURED_ROWS, CostModel
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.drafting import DraftDesk
@@ -91,6 +91,7 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     if tokenizer.vocab_size > vocab_size:
         raise InvalidArgumentError("model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}")
     runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
+    _check_room(model.config.max_position_embeddings, runner.blocks.total_blocks * config.block_size)
     cost = CostModel.measure(functools.partial(forward_ms, runner))
     divergence = measure_divergence(model)
     if not math.isfinite(divergence):
@@ -102,6 +103,13 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
         config.model_name, tokenizer.hash, tokenizer.vocab_size, vocab_size, tokenizer.eos_token_ids
     )
     return Engine(runner, tokenizer, identity, cost, precision, divergence, thread)
+
+
+def _check_room(window: int, kv_tokens: int) -> None:
+    """Whether what is measured at start-up fits into the model's context window and the KV cache."""
+    for field, tokens in (("model", window), ("kv_tokens", kv_tokens)):
+        if tokens < MOST_MEASURED_ROWS:
+            raise InvalidArgumentError(field, f"has room for {tokens} tokens; at least {MOST_MEASURED_ROWS} are needed")
 
 
 def _check_memory(config: VerifierConfig, precision: Precision) -> None:

@@ -33,19 +33,29 @@ class _SequenceTrie:
 
 
 class _FinishedResponses:
-    """The shared trie, bounded by forgetting the oldest responses."""
+    """The shared trie, bounded by forgetting the oldest responses.
+
+    The responses themselves are kept to be forgotten, and are bounded as the trie is: one that comes again and again
+    adds no node to it.
+    """
 
     def __init__(self, depth: int, max_size: int) -> None:
         self.trie = SuffixTrie(depth)
         self._max_size = max_size
         self._responses: deque[tuple[int, ...]] = deque()
+        self.num_tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
         response = tuple(tokens)
         self.trie.add(response)
         self._responses.append(response)
-        while self.trie.size > self._max_size:
-            self.trie.remove(self._responses.popleft())
+        self.num_tokens += len(response)
+        while max(self.trie.size, self.num_tokens) > self._max_size:
+            oldest = self._responses.popleft()
+            self.trie.remove(oldest)
+            self.num_tokens -= len(oldest)
 
 
 class SuffixSource:
@@ -56,7 +66,7 @@ class SuffixSource:
         max_context: longest context looked up.
         max_counted_tokens: the end of a new sequence, or of a finished response, that is counted: more would keep
             the drafter's thread from the other sequences for too long.
-        max_shared_nodes: bound of the shared trie, some 200 bytes each.
+        max_shared_nodes: bound of the shared trie, some 200 bytes each, and of the tokens that it was counted from.
     """
 
     name = "suffix"

@@ -1,0 +1,48 @@
+"""Models and settings with which a verifier could not serve end its start with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.main import load_engine
+
+
+def start(folder: Path, **changes: Any) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "max_context_tokens": 64, "kv_tokens": 128}
+    load_engine(VerifierConfig(model_folder=folder, model_name="tiny", **settings | changes)).thread.shutdown()
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_a_model_whose_logits_are_no_numbers_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = torch.full_like(tensors[name], float("nan"))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InvalidArgumentError, match="not finite"):
+        start(folder)
+
+
+def test_a_context_window_too_short_to_measure_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    for positions, is_served in ((63, False), (64, True)):
+        (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": positions}))
+        if is_served:
+            start(folder)
+        else:
+            with pytest.raises(InvalidArgumentError, match="model: has room for 63 tokens"):
+                start(folder)
+
+
+def test_a_cache_too_small_to_measure_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="kv_tokens: has room for 48 tokens"):
+        start(tiny_model, max_context_tokens=16, kv_tokens=48)
