@@ -10,6 +10,7 @@ a file has changed. It is never trusted unseen: a file that is shortened, damage
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 from collections import deque
@@ -29,6 +30,7 @@ from treeserve_kernels.cpu.packing import PackedLinear, pack_linear
 
 # Part of the name: raise it when the same checkpoint packs differently, or the layout of `PackedLinear` changes.
 _FORMAT_VERSION = 1
+_NAME = "name"  # of the file, in the file: one that was renamed is another model's
 _LINEARS = ("qkv", "attention_output", "gate_up", "down")
 
 
@@ -67,7 +69,7 @@ def convert(folder: Path, cache_dir: Path, progress: Callable[[str], None]) -> P
     make_once(
         target,
         lambda: _mapped(target, cache_dir, lambda _line: None) is not None,
-        lambda path: _write(path, folder, progress),
+        lambda path: _write(path, target.name, folder, progress),
     )
     return target
 
@@ -75,7 +77,10 @@ def convert(folder: Path, cache_dir: Path, progress: Callable[[str], None]) -> P
 def _mapped(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> Mapping[str, Any] | None:
     """The file's content; None if it is not there or not whole."""
     try:
-        return map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+        mapped = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+        if mapped.get(_NAME) != path.name:
+            raise DamagedFileError("it was made of another model")
+        return mapped
     except FileNotFoundError:
         return None
     except (DamagedFileError, OSError) as error:
@@ -96,10 +101,10 @@ def _convert_in_subprocess(folder: Path, cache_dir: Path, progress: Callable[[st
         raise InvalidArgumentError("model", f"no int8 weights, the conversion ended with {process.returncode}: {said}")
 
 
-def _write(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def _write(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:
     config = load_config(folder)
     progress(f"converting the weights of {folder} to int8, once")
-    write_arrays(path, _items(folder, config, progress))
+    write_arrays(path, itertools.chain([(_NAME, name)], _items(folder, config, progress)))
     progress(f"int8 weights: {path.stat().st_size / 1e6:.0f} MB")
 
 

@@ -180,6 +180,20 @@ def test_a_damaged_file_is_made_anew(folder: Path, cache: Path, in_process: list
     assert str(target) in lines[0] and "anew" in lines[0]
 
 
+@pytest.mark.parametrize("changes", [{"seed": 5}, {"num_layers": 1}], ids=str)
+def test_another_models_file_under_its_name_is_not_taken(
+    folder: Path, cache: Path, tmp_path: Path, in_process: list[Path], changes: dict[str, int]
+) -> None:
+    target = packed_file(folder, cache)
+    whole = target.read_bytes()
+    other = convert(write_tiny_model(tmp_path / "other", **changes), tmp_path, silent)
+    shutil.copy(other, target)
+    lines: list[str] = []
+    packed_weights(folder, cache, lines.append)
+    assert len(in_process) == 1 and target.read_bytes() == whole
+    assert "another model" in lines[0]
+
+
 def test_another_version_is_another_file(
     folder: Path, cache: Path, in_process: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
