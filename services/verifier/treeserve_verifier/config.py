@@ -55,6 +55,9 @@ class VerifierConfig:
     step_rows: int = field(default=256, metadata=option("most rows of one forward pass"))
     prefill_rows: int = field(default=64, metadata=option("most prefill rows of a step that also decodes"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
+    emit_interval_ms: float = field(
+        default=10.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
+    )
     draft_always: bool = field(
         default=False,
         metadata=option("wait for and verify all that is drafted, whether or not it is expected to pay: for tests"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
@@ -33,10 +34,11 @@ class DecodeStream:
     """One router's stream: its sequences by handle, and what waits to be sent to it.
 
     Emissions gather here without bound on frames but with one on content, a sequence's max_tokens; they leave in one
-    frame for all sequences as soon as the router's credit allows.
+    frame for all sequences as soon as the router's credit allows. First tokens and ends leave at once, others no sooner
+    than `interval_s` after the frame before: each frame costs every process on its way as much as many tokens do.
     """
 
-    def __init__(self, loop: VerifyLoop, intake: Intake, router_id: str, credit: int) -> None:
+    def __init__(self, loop: VerifyLoop, intake: Intake, router_id: str, credit: int, interval_s: float) -> None:
         self._loop = loop
         self._intake = intake
         self.router_id = router_id
@@ -45,19 +47,23 @@ class DecodeStream:
         self._pending: dict[int, list[Emission]] = {}
         self._load: verifier_pb2.LoadReport | None = None
         self._wake = asyncio.Event()
+        self._interval_s = interval_s
+        self._sent_at = -math.inf
+        self._is_urgent = False
+        self._alarm: asyncio.TimerHandle | None = None
 
     def submit(self, message: verifier_pb2.SubmitSequence) -> None:
         """Take a sequence, or answer its handle with the reason it is refused."""
-        handle = message.handle
+        handle, first = message.handle, len(message.generated_token_ids)
         if handle in self._sequences:
             raise InvalidArgumentError("handle", f"{handle} is in use on this stream")
         try:
             if len(self._sequences) >= _MAX_SEQUENCES_PER_STREAM:
                 raise OverloadedError(f"{len(self._sequences)} sequences are open on this stream", 1.0)
-            sequence = self._intake.accept(_submission(message), lambda emission: self._emit(handle, emission))
+            sequence = self._intake.accept(_submission(message), lambda emission: self._emit(handle, emission, first))
             self._loop.submit(sequence)
         except Exception as error:
-            self._emit(handle, Emission(len(message.generated_token_ids), (), error=error))
+            self._emit(handle, Emission(first, (), error=error), first)
             self.flush()
             return
         self._sequences[handle] = sequence
@@ -73,6 +79,7 @@ class DecodeStream:
         """The router is gone: drop all its sequences."""
         for handle in list(self._sequences):
             self.cancel(handle)
+        self._cancel_alarm()
 
     def grant(self, frames: int) -> None:
         """The router read some frames."""
@@ -85,9 +92,17 @@ class DecodeStream:
         self._wake.set()
 
     def flush(self) -> None:
-        """Send what gathered. Emissions alone do not: a step makes many, and the next one is more urgent."""
-        if self._pending:
+        """Send what gathered, now or when it is due. Emissions alone do not: a step makes many, and the next one is
+        more urgent.
+        """
+        if not self._pending:
+            return
+        event_loop = asyncio.get_running_loop()
+        wait_s = 0.0 if self._is_urgent else self._sent_at + self._interval_s - event_loop.time()
+        if wait_s <= 0:
             self._wake.set()
+        elif self._alarm is None:
+            self._alarm = event_loop.call_later(wait_s, self._wake.set)
 
     async def frames(self) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         """Frames to send, as they become due; endless."""
@@ -98,10 +113,19 @@ class DecodeStream:
                 load, self._load = self._load, None
                 yield verifier_pb2.DecodeResponse(load=load)
             while self._pending and self.credits.try_take():
+                self._cancel_alarm()
+                self._sent_at, self._is_urgent = asyncio.get_running_loop().time(), False
                 yield verifier_pb2.DecodeResponse(tokens=self._next_batch())
 
-    def _emit(self, handle: int, emission: Emission) -> None:
-        if emission.finish_reason is not None or emission.error is not None:
+    def _cancel_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _emit(self, handle: int, emission: Emission, first_offset: int) -> None:
+        is_end = emission.finish_reason is not None or emission.error is not None
+        self._is_urgent = self._is_urgent or is_end or emission.offset == first_offset
+        if is_end:
             self._sequences.pop(handle, None)
         self._pending.setdefault(handle, []).append(emission)
 
@@ -151,7 +175,13 @@ class DecodeHandler:
         if hello.WhichOneof("frame") != "hello":
             raise InvalidArgumentError("frame", "a Decode stream begins with a hello")
         check_protocol(hello.hello.protocol_version)
-        stream = DecodeStream(self._loop, self._intake, hello.hello.router_id, hello.hello.initial_credit)
+        stream = DecodeStream(
+            self._loop,
+            self._intake,
+            hello.hello.router_id,
+            hello.hello.initial_credit,
+            self._config.emit_interval_ms / 1e3,
+        )
         await context.write(self._welcome())
         self._streams.add(stream)
         self._report(self._loop.load(), self._streams)
