@@ -106,7 +106,7 @@ class Rounds:
                 stack.enter_context(self._awake(peer))
                 for system in (system for p, system in members if p is peer):
                     peer.generate(system, _warm_up(batch), batch)
-            for system, replies in _interleaved(members, requests, batch, first=round_index).items():
+            for system, replies in _interleaved(members, requests, batch, self._random).items():
                 cell = Cell(round_index, system, batch, tuple(replies))
                 self.cells.append(cell)
                 self._report(f"  {system:<14} batch {batch:<3}{cell.tokens_per_s:8.1f} tokens/s")
@@ -164,13 +164,16 @@ def _total_mb(processes: Sequence[ProcessMemory]) -> float:
 
 
 def _interleaved(
-    members: Sequence[tuple[Peer, str]], requests: Sequence[Request], batch: int, first: int
+    members: Sequence[tuple[Peer, str]], requests: Sequence[Request], batch: int, order: random.Random
 ) -> dict[str, list[Reply]]:
-    """Run the requests on each system: one request at a time at batch size 1, else all. Who begins rotates."""
+    """Run the requests on each system, in random order: one request at a time at batch size 1, else all.
+
+    In a fixed cycle each system would always follow the same other one, and find caches and threads as that left them.
+    """
     portions = [[request] for request in requests] if batch == 1 else [list(requests)]
     replies: dict[str, list[Reply]] = {system: [] for _, system in members}
-    for i, portion in enumerate(portions, start=first):
-        for peer, system in (*members[i % len(members) :], *members[: i % len(members)]):
+    for portion in portions:
+        for peer, system in order.sample(members, len(members)):
             replies[system] += peer.generate(system, portion, batch)
     return replies
 
