@@ -19,7 +19,7 @@ IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock
 export TREESERVE_CACHE := $(CACHE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up test lint format protos lock bench-forward peers bench-peers gpu-check kernels clean
+.PHONY: help setup run up test lint format protos lock bench-forward bench-quality peers bench-peers gpu-check kernels clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ kernels: $(INSTALLED) ## Compile the Triton kernels ahead of time and print regi
 
 bench-forward: setup ## Time a forward pass of each numeric mode beside the memory bus and torch
 	$(BIN)/python benchmarks/forward.py --model $(MODEL)
+
+bench-quality: setup ## Perplexity, top-1 agreement and KL of each numeric mode against float32
+	$(BIN)/python -m benchmarks.quality --model $(MODEL)
 
 peers: $(PEERS)/llama_cpp/.installed $(PEERS)/vllm/.installed ## Install the peers of bench-peers (4 GB; llama.cpp compiles for ten minutes)
 

@@ -2,8 +2,8 @@
 
     make bench-quality
 
-The text comes from Python's own installation, so that it is the same everywhere and nothing is downloaded: the help
-topics of pydoc (technical English) and the standard library's source (code).
+The text is the same everywhere and nothing is downloaded: the help topics of pydoc (technical English), the standard
+library's source (code) and the prompts of bench-peers (everyday English).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.peers.tasks import load_tasks
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.checkpoint import prepare_checkpoint
 from treeserve_engine.interface import Model
@@ -74,7 +75,12 @@ def domains() -> dict[str, str]:
     from pydoc_data.topics import topics
 
     code = "\n".join(inspect.getsource(module) for module in (argparse, json, pydoc))
-    return {"help": "\n".join(topics[name] for name in sorted(topics)), "code": code}
+    prompts = [m["content"] for conversations in load_tasks().values() for c in conversations for m in c]
+    return {
+        "help": "\n".join(topics[name] for name in sorted(topics)),
+        "code": code,
+        "prompts": "\n\n".join(prompts),
+    }
 
 
 def windows(tokens: Sequence[int], length: int, count: int) -> Iterator[Sequence[int]]:
@@ -102,12 +108,13 @@ def log_probs(model: Model, window: Sequence[int]) -> npt.NDArray[np.float64]:
     return logits
 
 
-def measure(folder: Path, length: int, count: int) -> dict[str, dict[str, Score]]:
+def measure(folder: Path, cache_dir: Path, length: int, count: int) -> dict[str, dict[str, Score]]:
     """Scores by mode and domain."""
     tokenizer = Tokenizer.from_folder(folder)
     threads = os.cpu_count() or 1
     models = {
-        mode: load_model(folder, dtype=mode[0], kv_dtype=mode[1], device="cpu", threads=threads) for mode in MODES
+        mode: load_model(folder, dtype=mode[0], kv_dtype=mode[1], device="cpu", threads=threads, cache_dir=cache_dir)
+        for mode in MODES
     }
     scores: dict[str, dict[str, Score]] = {_name(mode): {} for mode in MODES}
     for domain, text in domains().items():
@@ -135,7 +142,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
     folder = prepare_checkpoint(args.model, args.cache_dir, lambda message: print(message, file=sys.stderr))
-    scores = measure(folder, args.length, args.windows)
+    scores = measure(folder, args.cache_dir, args.length, args.windows)
     base = scores[_name(REFERENCE)]
     print(f"{'mode':<20}{'domain':<10}{'tokens':>7}{'perplexity':>12}{'change':>9}{'top-1':>8}{'KL':>9}")
     for mode, by_domain in scores.items():
@@ -146,7 +153,7 @@ def main() -> int:
                 f"{score.agreeing / score.tokens:>8.2%}{score.kl / score.tokens:>9.5f}"
             )
     report = {
-        "command": ["python", "benchmarks/quality.py", "--length", str(args.length), "--windows", str(args.windows)],
+        "command": ["python", "-m", "benchmarks.quality", "--length", str(args.length), "--windows", str(args.windows)],
         "model": args.model.name,
         "machine": {"system": platform.system(), "python": platform.python_version(), "cpus": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "numpy", "transformers")},
