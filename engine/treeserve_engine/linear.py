@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from treeserve_kernels.cpu.packing import GROUP_INPUTS, SMALLEST
+
 _BASE_TILE = 4  # a single row would take another kernel, whose bits differ
 _CANDIDATES = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256)
 _PROBE_ROWS = 32
 _TYPICAL_ROWS = 16  # the packed layout is chosen for this many
-_GROUP = 64  # inputs that share an activation scale; their sum of int8 products is below 2^24, exact in float32
 _THREADED_ELEMENTS = 32768  # torch splits an elementwise operation of this many between threads, anywhere in a row
-_SMALLEST = 1e-30  # a group of smaller inputs counts as zeros
 
 
 def pieces_of_one_thread(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -80,17 +80,17 @@ class Int8Linear:
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Take weight int8[N, K], scales float32[N] and bias float32[N]."""
-        padded = functional.pad(weight, (0, -weight.shape[1] % _GROUP)).float()
-        self._weight = padded.view(len(weight), -1, _GROUP).permute(1, 2, 0).contiguous()  # [groups, 64, N]
+        padded = functional.pad(weight, (0, -weight.shape[1] % GROUP_INPUTS)).float()
+        self._weight = padded.view(len(weight), -1, GROUP_INPUTS).permute(1, 2, 0).contiguous()  # [groups, 64, N]
         self._scales = scales
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         """Map [rows, K] to [rows, N]; any number of rows at once, whatever the tiles."""
-        padded = functional.pad(x, (0, -x.shape[1] % _GROUP)).view(len(x), -1, _GROUP)
+        padded = functional.pad(x, (0, -x.shape[1] % GROUP_INPUTS)).view(len(x), -1, GROUP_INPUTS)
         largest = padded.abs().amax(-1, keepdim=True)
         scales = largest / 127
-        inverse = torch.where(largest > _SMALLEST, 127 / largest, 0.0)
+        inverse = torch.where(largest > SMALLEST, 127 / largest, 0.0)
         rounded = (padded * inverse).round_()
         y = x.new_zeros(len(x), self._weight.shape[2])
         for group, weight in enumerate(self._weight):

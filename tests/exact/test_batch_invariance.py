@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from support.invariance import check_a_run_and_its_replay, check_beside_others, check_level_by_level
 from support.plain_decoding import (
     PlainDecoder,
     assert_same_bits,
@@ -21,7 +21,6 @@ from support.plain_decoding import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.config import load_config
 from treeserve_engine.loading import load_model
@@ -139,70 +138,15 @@ def test_a_tree_of_several_ancestor_words(model):
 
 @pytest.mark.parametrize("neighbours", [1, 7])
 def test_beside_other_sequences(model, neighbours):
-    rng = random.Random(neighbours)
-    runner = fragmented_runner(model, rng)
-    prompts = [random_tokens(rng, rng.choice([1, 4, 30, 100]), VOCAB) for _ in range(neighbours + 1)]
-    for seq_id, prompt in enumerate(prompts):
-        runner.blocks.add(seq_id)
-        prefill(runner, seq_id, prompt, 64)
-    trees = [random_tree(rng, rng.choice([1, 2, 9, 40]), VOCAB) for _ in prompts]
-    order = rng.sample(range(len(prompts)), len(prompts))
-    for seq_id in order:
-        runner.blocks.reserve(seq_id, len(trees[seq_id]))
-    together = runner.forward([SequenceRows.from_tree(seq_id, trees[seq_id]) for seq_id in order])
-    for seq_id, logits in zip(order, together, strict=True):
-        assert_same_bits(logits, PlainDecoder(model, prompts[seq_id]).tree(trees[seq_id]))
+    check_beside_others(model, model, neighbours, prompt_lengths=(1, 4, 30, 100), tree_sizes=(1, 2, 9, 40))
 
 
 def test_level_by_level(model):
-    rng = random.Random(11)
-    prompt = random_tokens(rng, 21, VOCAB)
-    tree = TokenTree(tuple(rng.sample(range(VOCAB), 10)), (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
-    rows = SequenceRows.from_tree(0, tree)
-    runner = fragmented_runner(model, rng)
-    runner.blocks.add(0)
-    prefill(runner, 0, prompt, 64)
-    runner.blocks.reserve(0, len(tree))
-    levels = []
-    for start, stop in ((0, 1), (1, 4), (4, 7), (7, 10)):
-        words = rows.ancestor_words[start:stop]
-        level = SequenceRows(
-            0, tree.token_ids[start:stop], tree.depths[start:stop], words, range(stop - start), node_offset=start
-        )
-        levels += runner.forward([level])
-    assert_same_bits(np.concatenate(levels), PlainDecoder(model, prompt).tree(tree))
+    check_level_by_level(model, model)
 
 
 def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
-    """Several sequences step together and commit random paths; everything equals plain decoding, a replay too."""
-    rng = random.Random(17)
-    runner = fragmented_runner(model, rng)
-    committed = {seq_id: [] for seq_id in range(4)}
-    plain = {seq_id: PlainDecoder(model) for seq_id in committed}
-    for seq_id in committed:
-        runner.blocks.add(seq_id)
-    for _ in range(8):
-        active = rng.sample(sorted(committed), rng.randrange(1, 5))
-        trees = {}
-        for seq_id in active:
-            n = rng.choice([1, 4, 12, 30])
-            is_chunk = rng.random() < 0.3
-            trees[seq_id] = TokenTree.chain(random_tokens(rng, n, VOCAB)) if is_chunk else random_tree(rng, n, VOCAB)
-            runner.blocks.reserve(seq_id, n)
-        logits = runner.forward([SequenceRows.from_tree(seq_id, tree) for seq_id, tree in trees.items()])
-        for (seq_id, tree), actual in zip(trees.items(), logits, strict=True):
-            assert_same_bits(actual, plain[seq_id].tree(tree))
-            kept = (0, *tree.path(rng.randrange(len(tree))))
-            runner.commit(seq_id, kept)
-            for node in kept:
-                committed[seq_id].append(tree.token_ids[node])
-                plain[seq_id].decode(tree.token_ids[node])
-        runner.blocks.check_integrity()
-    for seq_id, tokens in committed.items():
-        expected = plain[seq_id].decode(1)
-        replayed = ModelRunner(model, num_blocks=64, block_size=16)
-        replayed.blocks.add(0)
-        assert_same_bits(prefill(replayed, 0, [*tokens, 1], 64)[-1:], [expected])
+    check_a_run_and_its_replay(model, model)
 
 
 def test_thread_counts(model):

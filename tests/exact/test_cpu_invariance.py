@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from support.int8_decoders import NativeModel, Sizes, random_model
+from support.invariance import check_a_run_and_its_replay, check_beside_others, check_level_by_level
 from support.plain_decoding import (
     PlainDecoder,
     assert_same_bits,
@@ -117,19 +118,7 @@ def test_trees_of_any_shape_and_order(model, reference, size):
 
 @pytest.mark.parametrize("neighbours", [1, 2, 7, 31])
 def test_beside_other_sequences(model, reference, neighbours):
-    rng = random.Random(neighbours)
-    runner = fragmented_runner(model, rng)
-    prompts = [random_tokens(rng, rng.choice([1, 4, 17]), VOCAB) for _ in range(neighbours + 1)]
-    for seq_id, prompt in enumerate(prompts):
-        runner.blocks.add(seq_id)
-        prefill(runner, seq_id, prompt, 64)
-    trees = [random_tree(rng, rng.choice([1, 2, 9, 20]), VOCAB) for _ in prompts]
-    order = rng.sample(range(len(prompts)), len(prompts))
-    for seq_id in order:
-        runner.blocks.reserve(seq_id, len(trees[seq_id]))
-    together = runner.forward([SequenceRows.from_tree(seq_id, trees[seq_id]) for seq_id in order])
-    for seq_id, logits in zip(order, together, strict=True):
-        assert_same_bits(logits, PlainDecoder(reference, prompts[seq_id]).tree(trees[seq_id]))
+    check_beside_others(model, reference, neighbours, prompt_lengths=(1, 4, 17), tree_sizes=(1, 2, 9, 20))
 
 
 def test_logits_of_some_rows(model):
@@ -147,51 +136,11 @@ def test_logits_of_some_rows(model):
 
 
 def test_level_by_level(model, reference):
-    rng = random.Random(11)
-    prompt = random_tokens(rng, 21, VOCAB)
-    tree = TokenTree(tuple(rng.sample(range(VOCAB), 10)), (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
-    rows = SequenceRows.from_tree(0, tree)
-    runner = prefilled(model, rng, prompt)
-    runner.blocks.reserve(0, len(tree))
-    levels = []
-    for start, stop in ((0, 1), (1, 4), (4, 7), (7, 10)):
-        words = rows.ancestor_words[start:stop]
-        level = SequenceRows(
-            0, tree.token_ids[start:stop], tree.depths[start:stop], words, range(stop - start), node_offset=start
-        )
-        levels += runner.forward([level])
-    assert_same_bits(np.concatenate(levels), PlainDecoder(reference, prompt).tree(tree))
+    check_level_by_level(model, reference)
 
 
 def test_a_run_of_trees_commits_and_chunks_and_its_replay(model, reference):
-    """Several sequences step together and commit random paths; everything equals plain decoding, a replay too."""
-    rng = random.Random(17)
-    runner = fragmented_runner(model, rng)
-    committed = {seq_id: [] for seq_id in range(4)}
-    plain = {seq_id: PlainDecoder(reference) for seq_id in committed}
-    for seq_id in committed:
-        runner.blocks.add(seq_id)
-    for _ in range(8):
-        trees = {}
-        for seq_id in rng.sample(sorted(committed), rng.randrange(1, 5)):
-            n = rng.choice([1, 4, 12, 30])
-            is_chunk = rng.random() < 0.3
-            trees[seq_id] = TokenTree.chain(random_tokens(rng, n, VOCAB)) if is_chunk else random_tree(rng, n, VOCAB)
-            runner.blocks.reserve(seq_id, n)
-        logits = runner.forward([SequenceRows.from_tree(seq_id, tree) for seq_id, tree in trees.items()])
-        for (seq_id, tree), actual in zip(trees.items(), logits, strict=True):
-            assert_same_bits(actual, plain[seq_id].tree(tree))
-            kept = (0, *tree.path(rng.randrange(len(tree))))
-            runner.commit(seq_id, kept)  # compaction: the kept nodes' KV moves together
-            for node in kept:
-                committed[seq_id].append(tree.token_ids[node])
-                plain[seq_id].decode(tree.token_ids[node])
-        runner.blocks.check_integrity()
-    for seq_id, tokens in committed.items():
-        expected = plain[seq_id].decode(1)
-        replayed = ModelRunner(model, num_blocks=64, block_size=16)
-        replayed.blocks.add(0)
-        assert_same_bits(prefill(replayed, 0, [*tokens, 1], 64)[-1:], [expected])
+    check_a_run_and_its_replay(model, reference)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

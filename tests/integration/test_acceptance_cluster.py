@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from support.self_drafting import self_drafting_config
 
 from treeserve_cli.cluster import LocalCluster
-from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client, Completion, InvalidArgument
 
 PROMPTS = ("the quick brown fox", "one two three four", "def add(a, b):")
@@ -20,23 +20,8 @@ RULES = ("replay", "multi_step", "typical")
 @pytest.fixture(scope="module")
 def small_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """The tiny model, drafted for by itself and by what was said before."""
-    config = ClusterConfig(
-        model=tiny_model,
-        drafter=tiny_model,
-        sources=("ngram", "ssm"),
-        dtype="float32",
-        run_dir=tmp_path_factory.mktemp("run"),
-        settings=(
-            "verifier.max_context_tokens=256",
-            "verifier.draft_wait_ms=500",
-            "verifier.draft_always=true",
-            "speculator.ssm_kv_tokens=2048",
-        ),
-        kv_tokens=2048,
-        no_redis=True,
-        grpc_port=0,
-        http_port=0,
-    )
+    run_dir = tmp_path_factory.mktemp("run")
+    config = self_drafting_config(tiny_model, run_dir, sources=("ngram", "ssm"), dtype="float32")
     with LocalCluster(config) as running:
         yield running
 

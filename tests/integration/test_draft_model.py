@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.self_drafting import self_drafting_config
 
 from treeserve_cli.cluster import LocalCluster
-from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client
 
 PROMPTS = ("the quick brown fox", "one two three four", "def add(a, b):")
@@ -18,24 +18,8 @@ PROMPTS = ("the quick brown fox", "one two three four", "def add(a, b):")
 def test_a_drafter_that_is_the_target_agrees_with_it_at_any_temperature(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
-    config = ClusterConfig(
-        model=tiny_model,
-        drafter=tiny_model,
-        sources=("ssm",),
-        dtype=dtype,
-        run_dir=tmp_path / "run",
-        settings=(
-            "verifier.max_context_tokens=256",
-            "verifier.draft_wait_ms=500",
-            "verifier.draft_always=true",
-            "speculator.ssm_kv_tokens=2048",
-            f"speculator.ssm_dtype={dtype}",
-        ),
-        kv_tokens=2048,
-        no_redis=True,
-        grpc_port=0,
-        http_port=0,
-    )
+    settings = (f"speculator.ssm_dtype={dtype}",)
+    config = self_drafting_config(tiny_model, tmp_path / "run", settings, dtype=dtype)
     with LocalCluster(config) as cluster, Client(cluster.grpc_address) as client:
         for temperature in (0.0, 0.7, 1.0):
             steps = accepted = 0

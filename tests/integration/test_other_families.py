@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.self_drafting import self_drafting_config
 from support.tiny_families import write_tiny_family
 from support.tokenizer_folders import byte_level_bpe, write_folder
 
 from treeserve_cli.cluster import LocalCluster
-from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client
 
 PROMPTS = ("the quick brown fox", "one two three four", "aab aab aab")
@@ -22,22 +22,7 @@ def test_greedy_output_equals_transformers(tmp_path: Path) -> None:
     backend = byte_level_bpe()
     folder = write_folder(backend, tmp_path / "gpt2")
     reference = write_tiny_family(folder, "gpt2", vocab_size=backend.get_vocab_size(), initializer_range=0.6)
-    config = ClusterConfig(
-        model=folder,
-        drafter=folder,
-        sources=("ssm",),
-        run_dir=tmp_path / "run",
-        settings=(
-            "verifier.max_context_tokens=256",
-            "verifier.draft_wait_ms=500",
-            "verifier.draft_always=true",
-            "speculator.ssm_kv_tokens=2048",
-        ),
-        kv_tokens=2048,
-        no_redis=True,
-        grpc_port=0,
-        http_port=0,
-    )
+    config = self_drafting_config(folder, tmp_path / "run")
     accepted = 0
     with LocalCluster(config) as cluster, Client(cluster.grpc_address) as client:
         for prompt in PROMPTS:

@@ -149,7 +149,6 @@ class Decoder:
         """
         self.isa = isa or library.isas()[0]
         self.shape = shape
-        self.threads = threads
         self._vocab_size = shape.vocab_size
         self._kept = weights
         packed = _weights(shape, weights)

@@ -1,23 +1,7 @@
-// The kernels for Avx2.
+// The kernels for AVX2.
 #define TREESERVE_ISA avx2
 #include "vector_avx2.h"
-// The vector comes first: what follows is written over it.
-#include "attention.h"
-#include "linear.h"
+// The vector comes first: the kernels are written over it.
+#include "kernel_table.h"
 
-namespace treeserve {
-
-using namespace TREESERVE_ISA;
-
-const Kernels kAvx2Kernels = {
-    .name = "avx2",
-    .normalise = normalise,
-    .quantise = quantise,
-    .linear_store = linear_store,
-    .linear_add = linear_add,
-    .linear_swiglu = linear_swiglu,
-    .write_key_value = write_key_value,
-    .attend = attend,
-};
-
-}  // namespace treeserve
+const treeserve::Kernels treeserve::kAvx2Kernels = treeserve::avx2::kernel_table("avx2");

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 PANEL_OUTPUTS = 32
 HALF_PANEL = PANEL_OUTPUTS // 2
-GROUP_INPUTS = 64
+GROUP_INPUTS = 64  # inputs that share an activation scale: their int8 products sum below 2^24, exact in float32
+SMALLEST = 1e-30  # smaller values count as zeros, as in elementwise.h
 STEP_INPUTS = 4
 ALIGNMENT = 64
 
@@ -92,7 +93,7 @@ def quantise_rows(weight: Float32Array) -> tuple[Int8Array, Float32Array]:
     """Rows as int8 and what one step is worth: float32 absmax / 127, and 0 for a row of zeros."""
     largest = np.abs(weight).max(axis=1, initial=0.0).astype(np.float32)
     scales = largest / np.float32(_LARGEST)
-    inverse = np.divide(np.float32(_LARGEST), largest, out=np.zeros_like(largest), where=scales > 1e-30)
+    inverse = np.divide(np.float32(_LARGEST), largest, out=np.zeros_like(largest), where=scales > SMALLEST)
     steps = np.rint(weight * inverse[:, None])
     return np.clip(steps, -_LARGEST, _LARGEST).astype(np.int8), scales
 

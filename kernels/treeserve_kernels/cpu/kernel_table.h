@@ -1,0 +1,22 @@
+// The kernels of one instruction set, gathered: included by kernels_*.cpp after the vector they are written over.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+namespace treeserve::TREESERVE_ISA {
+
+constexpr Kernels kernel_table(const char* name) {
+    return {
+        .name = name,
+        .normalise = normalise,
+        .quantise = quantise,
+        .linear_store = linear_store,
+        .linear_add = linear_add,
+        .linear_swiglu = linear_swiglu,
+        .write_key_value = write_key_value,
+        .attend = attend,
+    };
+}
+
+}  // namespace treeserve::TREESERVE_ISA
