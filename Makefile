@@ -12,7 +12,7 @@ PEERS := .tools/peers
 CPU_KERNELS := kernels/treeserve_kernels/cpu
 NATIVE := $(CPU_KERNELS)/libtreeserve_cpu.so
 PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
-	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator
+	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator treeserve_training
 PIP_COMPILE := CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/pip-compile pyproject.toml --quiet --generate-hashes \
 	--strip-extras --no-emit-index-url --no-emit-find-links
 IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock

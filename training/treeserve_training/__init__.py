@@ -1,0 +1,1 @@
+"""Builds draft sources for a target model: on-policy data, training, reports."""
