@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.peers.peer import Reply
-from benchmarks.peers.tasks import TASKS
 
 Table = dict[str, dict[str, float | None]]
 
@@ -81,7 +80,7 @@ def by_task(cells: Sequence[Cell]) -> dict[str, dict[str, dict[str, float]]]:
         ours = [c for c in cells if (c.system, c.batch) == (system, batch)]
         found.setdefault(system, {})[str(batch)] = {
             task: statistics.median(values)
-            for task in TASKS
+            for task in _tasks(ours)
             if (values := [v for c in ours if (v := c.tokens_per_s_of(task)) is not None])
         }
     return found
@@ -94,7 +93,7 @@ def ratios(cells: Sequence[Cell], system: str, base: str) -> dict[str, dict[str,
     for batch in sorted({c.batch for c, _ in pairs}):
         ours = [pair for pair in pairs if pair[0].batch == batch]
         row = {"all": statistics.median(c.tokens_per_s / d.tokens_per_s for c, d in ours)}
-        for task in TASKS:
+        for task in _tasks([c for c, _ in ours]):
             values = [(c.tokens_per_s_of(task), d.tokens_per_s_of(task)) for c, d in ours]
             if shares := [a / b for a, b in values if a is not None and b is not None]:
                 row[task] = statistics.median(shares)
@@ -144,12 +143,16 @@ def tokens_per_step(cells: Sequence[Cell], system: str) -> dict[str, dict[str, f
 
 def share_past_end(cells: Sequence[Cell], system: str, end_ids: Sequence[int]) -> dict[str, float]:
     """[task]: share of the tokens that come after the model had ended its answer, since all run to full length."""
-    past: Mapping[str, list[int]] = {task: [0, 0] for task in TASKS}
+    past: Mapping[str, list[int]] = {task: [0, 0] for task in _tasks(cells)}
     for r in (r for c in cells if c.system == system for r in c.replies):
         end = next((i for i, token in enumerate(r.token_ids) if token in end_ids), r.num_tokens)
         past[r.task][0] += max(0, r.num_tokens - end - 1)
         past[r.task][1] += r.num_tokens
     return {task: beyond / total for task, (beyond, total) in past.items() if total}
+
+
+def _tasks(cells: Iterable[Cell]) -> list[str]:
+    return list(dict.fromkeys(r.task for c in cells for r in c.replies))
 
 
 def _place(cell: Cell) -> tuple[int, int]:

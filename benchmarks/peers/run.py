@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = Rounds(plan, usable, requests_of, lambda line: print(line, flush=True))
     rounds.run()
     result = {
-        "command": ["python", "-m", "benchmarks.peers.run", *_without_paths(argv or sys.argv[1:])],
+        "command": ["python", "-m", "benchmarks.peers.run", *without_paths(argv or sys.argv[1:])],
         "machine": ran_on,
         "plan": asdict(plan) | {"quick": options.quick, "kv_tokens": _KV_TOKENS},
         "model": {"gguf": settings.gguf, "dequantised": settings.folder},
         **summary(rounds, usable, skipped | rounds.skipped, plan, tokenizer.eos_token_ids),
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(_without_root(json.dumps(_rounded(result), indent=1)) + "\n")
+    options.json.write_text(without_root(json.dumps(rounded(result), indent=1)) + "\n")
     print_table(result)
     print(f"written: {options.json}")
     return 1 if rounds.skipped.keys() & set(treeserve.Treeserve.systems) else 0
@@ -232,21 +232,23 @@ def _from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Four significant digits are more than such a measurement holds."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without_root(text: str) -> str:
+def without_root(text: str) -> str:
+    """A text without this machine's paths."""
     return text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
 
 
-def _without_paths(arguments: Sequence[str]) -> list[str]:
-    return [_without_root(argument) for argument in arguments]
+def without_paths(arguments: Sequence[str]) -> list[str]:
+    """A command's arguments without this machine's paths."""
+    return [without_root(argument) for argument in arguments]
 
 
 if __name__ == "__main__":

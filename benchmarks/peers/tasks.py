@@ -17,22 +17,29 @@ _FOLDER = Path(__file__).parent / "prompts"
 
 @dataclass(frozen=True)
 class Request:
-    """One generation to run: rendered prompt, exact output length, greedy."""
+    """One generation to run: rendered prompt, output length, greedy unless it says otherwise.
+
+    Attributes:
+        temperature, seed, ignore_eos: treeserve's alone; the peers decode greedily to the full length.
+    """
 
     task: str
     token_ids: tuple[int, ...]
     max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = True
 
 
 # The first request of all to a system. Any prompt will do; this one is of no task.
 FIRST = Request("first", (1, 2, 3, 4), 1)
 
 
-def load_tasks(folder: Path = _FOLDER) -> dict[str, list[Conversation]]:
+def load_tasks(folder: Path = _FOLDER, tasks: Sequence[str] = TASKS) -> dict[str, list[Conversation]]:
     """The conversations of each task, from `folder`/<task>.jsonl with one ``{"messages": [...]}`` a line."""
     return {
         task: [json.loads(line)["messages"] for line in (folder / f"{task}.jsonl").read_text().splitlines()]
-        for task in TASKS
+        for task in tasks
     }
 
 

@@ -77,7 +77,9 @@ class Treeserve:
             stream = client.generate(
                 token_ids=request.token_ids,
                 max_tokens=request.max_tokens,
-                ignore_eos=True,
+                temperature=request.temperature,
+                seed=request.seed,
+                ignore_eos=request.ignore_eos,
                 speculation=speculation,
             )
             async with stream:

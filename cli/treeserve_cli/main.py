@@ -15,14 +15,17 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from treeserve_cli import corpus
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.demo import run_demo
 from treeserve_cli.layout import ClusterConfig
+from treeserve_cli.train import train
 from treeserve_client import (
     AcceptanceRule,
     Client,
     Completion,
     GenerateParams,
+    Preset,
     Stream,
     TreeserveClientError,
     Unavailable,
@@ -42,6 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(corpus.app, name="corpus")
+
 Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
 
 
@@ -54,8 +59,9 @@ def _fail(message: object, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
-# Options of a cluster are the fields of ClusterConfig; its loader parses them and prints their help.
-_CLUSTER_COMMAND: dict[str, Any] = {
+# Options of a cluster are the fields of ClusterConfig, those of a training the fields of TrainConfig; their loader
+# parses them and prints their help.
+_CONFIGURED_COMMAND: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     "add_help_option": False,
 }
@@ -78,7 +84,7 @@ def _fail_call(error: TreeserveClientError, address: str) -> typer.Exit:
     return _fail(f"{error}{hint}")
 
 
-@app.command(**_CLUSTER_COMMAND)
+@app.command(**_CONFIGURED_COMMAND)
 def up(context: typer.Context) -> None:
     """Serve a model on this machine until Ctrl-C; `treeserve up --help` lists the options.
 
@@ -97,7 +103,7 @@ def up(context: typer.Context) -> None:
         raise _fail(error) from None
 
 
-@app.command(**_CLUSTER_COMMAND)
+@app.command(**_CONFIGURED_COMMAND)
 def demo(context: typer.Context) -> None:
     """Start a cluster, stream an answer, and measure speculation against plain decoding. Options are those of `up`."""
     started_at = time.monotonic()
@@ -111,6 +117,9 @@ def demo(context: typer.Context) -> None:
         raise _fail(error) from None
     if not same:
         raise typer.Exit(1)
+
+
+app.command(**_CONFIGURED_COMMAND)(train)
 
 
 def _cluster_config(arguments: Sequence[str], prog: str) -> ClusterConfig:
@@ -152,6 +161,9 @@ def generate(
         float | None, typer.Option(help="Of typical: a token passes above min(epsilon, delta * exp(-entropy)).")
     ] = None,
     typical_delta: Annotated[float | None, typer.Option(help="Of typical; see --typical-epsilon.")] = None,
+    preset: Annotated[
+        Preset | None, typer.Option(help="What kind of work it is: drafting begins with what usually suits that.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -167,6 +179,7 @@ def generate(
         "acceptance": acceptance,
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
+        "preset": preset,
     }
     if chat or system is not None:
         turns = [("system", system), ("user", prompt)]

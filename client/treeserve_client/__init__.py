@@ -11,7 +11,7 @@ from treeserve_client.errors import (
     TreeserveClientError,
     Unavailable,
 )
-from treeserve_client.request import GenerateParams
+from treeserve_client.request import GenerateParams, Preset
 from treeserve_client.types import (
     AcceptanceRule,
     Chunk,
@@ -39,6 +39,7 @@ __all__ = [
     "Model",
     "NotFound",
     "PositionLogProbs",
+    "Preset",
     "ResourceExhausted",
     "SpeculationStats",
     "Started",

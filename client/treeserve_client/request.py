@@ -13,6 +13,7 @@ from treeserve_client.errors import InvalidArgument
 from treeserve_client.types import AcceptanceRule
 
 ServiceClass = Literal["realtime", "interactive", "standard", "batch"]
+Preset = Literal["code", "chat", "summary", "translation", "creative"]
 
 
 class GenerateParams(TypedDict, total=False):
@@ -58,6 +59,8 @@ class GenerateParams(TypedDict, total=False):
     typical_epsilon: float | None
     typical_delta: float | None
     """Of "typical": a drafted token passes if its probability exceeds min(epsilon, delta * exp(-entropy))."""
+    preset: Preset | None
+    """What kind of work it is: drafting begins with what usually suits that. The tokens are the same."""
     service_class: ServiceClass | None
     ttft_ms: float | None
     """Target for the time to the first token."""
@@ -95,6 +98,7 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
                 acceptance=_acceptance_rule(given.get("acceptance", "unspecified")),
                 typical_epsilon=given.get("typical_epsilon"),
                 typical_delta=given.get("typical_delta"),
+                preset=given.get("preset", ""),
             ),
             service_level=common_pb2.ServiceLevel(
                 service_class=_service_class(given.get("service_class", "unspecified")),

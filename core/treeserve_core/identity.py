@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treeserve_core.errors import HandshakeError
+from treeserve_core.errors import HandshakeError, InvalidArgumentError
 
 PROTOCOL_VERSION = 1
+MAX_TENANT_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class ModelIdentity:
             ours, theirs = getattr(self, what), getattr(peer, what)
             if ours != theirs:
                 raise HandshakeError(f"{what} differs: the {own_role} has {ours!r}, the {peer_role} {theirs!r}")
+
+
+def check_tenant(label: str) -> None:
+    """Raise InvalidArgumentError if a tenant's label is longer than peers may send."""
+    if len(label) > MAX_TENANT_CHARS:
+        raise InvalidArgumentError("tenant", f"has more than {MAX_TENANT_CHARS} characters")
 
 
 def check_protocol(version: int) -> None:

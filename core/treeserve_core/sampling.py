@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.preset import Preset
 
 MAX_TOP_LOG_PROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -127,6 +128,7 @@ class SequenceLimits:
             it to the planner.
         ttft_ms, tpot_ms: targets; None for no target.
         acceptance: how drafted tokens are accepted.
+        preset: what kind of work the request says it is.
 
     Raises:
         InvalidArgumentError: for a value outside the limits that the public API states.
@@ -137,6 +139,7 @@ class SequenceLimits:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+    preset: Preset = Preset.NONE
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -52,18 +54,14 @@ class TokenTree:
             raise InvalidTreeError(f"the root's parent must be -1, not {self.parents[0]}")
         if min(self.token_ids) < 0:
             raise InvalidTreeError("negative token id")
-        seen: set[tuple[int, int]] = set()
-        for i in range(1, n):
-            parent = self.parents[i]
-            if not 0 <= parent < i:
-                raise InvalidTreeError(f"node {i} has parent {parent}; parents precede their children")
-            if (parent, self.token_ids[i]) in seen:
-                raise InvalidTreeError(f"node {i} repeats token {self.token_ids[i]} of a sibling")
-            seen.add((parent, self.token_ids[i]))
+        edges = set(zip(self.parents, self.token_ids, strict=True))
+        ordered = all(map(operator.lt, self.parents, range(n))) and min(self.parents[1:], default=0) >= 0
+        if not ordered or len(edges) < n:
+            raise InvalidTreeError(self._fault())
         if self.log_probs is not None:
             if len(self.log_probs) != n:
                 raise InvalidTreeError(f"{n} tokens but {len(self.log_probs)} log-probabilities")
-            if not all(lp <= 0.0 for lp in self.log_probs):  # also catches NaN
+            if not max(self.log_probs) <= 0.0 or math.isnan(sum(self.log_probs)):
                 raise InvalidTreeError("log-probabilities must be numbers <= 0")
         if self.source_masks is not None and len(self.source_masks) != n:
             raise InvalidTreeError(f"{n} tokens but {len(self.source_masks)} source masks")
@@ -71,8 +69,35 @@ class TokenTree:
             if len(self.draws) != n:
                 raise InvalidTreeError(f"{n} tokens but draws for {len(self.draws)}")
             for i, draws in enumerate(self.draws):
-                if draws is not None and any((i, token_id) not in seen for token_id in draws.token_ids):
+                if draws is not None and any((i, token_id) not in edges for token_id in draws.token_ids):
                     raise InvalidTreeError(f"a token drawn below node {i} is not among its children")
+
+    def _fault(self) -> str:
+        """What is wrong with the first node that does not follow its parent or repeats a sibling."""
+        seen: set[tuple[int, int]] = set()
+        for i, edge in enumerate(zip(self.parents, self.token_ids, strict=True)):
+            if i > 0 and not 0 <= edge[0] < i:
+                return f"node {i} has parent {edge[0]}; parents precede their children"
+            if edge in seen:
+                return f"node {i} repeats token {edge[1]} of a sibling"
+            seen.add(edge)
+        raise AssertionError("the tree is sound")
+
+    @classmethod
+    def _sound(
+        cls,
+        token_ids: tuple[int, ...],
+        parents: tuple[int, ...],
+        log_probs: tuple[float, ...] | None,
+        source_masks: tuple[int, ...] | None,
+        draws: tuple[Draws | None, ...] | None,
+    ) -> TokenTree:
+        """A tree made of sound trees such that every invariant holds: it is not checked again."""
+        tree = object.__new__(cls)
+        tree.__dict__.update(
+            token_ids=token_ids, parents=parents, log_probs=log_probs, source_masks=source_masks, draws=draws
+        )
+        return tree
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -94,18 +119,18 @@ class TokenTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Distance of each node from the root; its position is root position + depth."""
-        depths = [0] * len(self)
-        for i in range(1, len(self)):
-            depths[i] = depths[self.parents[i]] + 1
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
         return tuple(depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node, ascending."""
-        children: list[list[int]] = [[] for _ in range(len(self))]
-        for i in range(1, len(self)):
-            children[self.parents[i]].append(i)
-        return tuple(map(tuple, children))
+        children: list[tuple[int, ...]] = [()] * len(self)
+        for i, parent in enumerate(self.parents[1:], start=1):
+            children[parent] += (i,)
+        return tuple(children)
 
     @cached_property
     def path_log_probs(self) -> tuple[float, ...]:
@@ -114,7 +139,11 @@ class TokenTree:
         A drawn child counts with the guess for its draw's rank, whatever its token, and what was proposed outright
         beside draws with at most that of the last draw: so no draw makes room or takes it by its value.
         """
-        path = [0.0] * len(self)
+        path = [0.0]
+        if self.draws is None and self.log_probs is not None:
+            for parent, log_prob in zip(self.parents[1:], self.log_probs[1:], strict=True):
+                path.append(path[parent] + log_prob)
+            return tuple(path)
         for i in range(1, len(self)):
             log_prob = self.log_probs[i] if self.log_probs is not None else 0.0
             draws = self.draws_below(self.parents[i])
@@ -122,7 +151,7 @@ class TokenTree:
                 drawn = self.token_ids[i] in draws.token_ids
                 last = draw_log_prob(len(draws.token_ids) - 1)
                 log_prob = draw_log_prob(draws.token_ids.index(self.token_ids[i])) if drawn else min(log_prob, last)
-            path[i] = path[self.parents[i]] + log_prob
+            path.append(path[self.parents[i]] + log_prob)
         return tuple(path)
 
     @cached_property
@@ -132,6 +161,9 @@ class TokenTree:
         A node that was drawn several times is there for each of its draws. Any beginning of the ranking may be kept
         (`subtree`): parents come before children, draws in draw order and before what was proposed outright.
         """
+        if self.draws is None:
+            ranked = sorted(zip(map(operator.neg, self.path_log_probs), self.depths, range(len(self)), strict=True))
+            return tuple((-negative, node) for negative, _, node in ranked if node > 0)
         entries: list[tuple[float, int, int, int]] = []  # -path log-probability, depth, order, node
         for i in range(1, len(self)):
             draws = self.draws_below(self.parents[i])
@@ -188,21 +220,23 @@ class TokenTree:
         Raises:
             InvalidTreeError: if a node's parent is missing.
         """
-        given = Counter(nodes)
-        kept = sorted({root, *given})
+        listed = list(nodes)
+        kept = sorted({root, *listed})
         index = {old: new for new, old in enumerate(kept)}
-        parents = [-1]
-        for old in kept[1:]:
+        below = kept[1:]
+        for old in below:
             if self.parents[old] not in index:
                 raise InvalidTreeError(f"node {old} was kept without its parent {self.parents[old]}")
-            parents.append(index[self.parents[old]])
-        return TokenTree(
-            tuple(self.token_ids[i] for i in kept),
-            tuple(parents),
-            None if self.log_probs is None else (0.0, *(self.log_probs[i] for i in kept[1:])),
-            None if self.source_masks is None else tuple(self.source_masks[i] for i in kept),
-            None if self.draws is None else _none_if_empty([self._first_draws(i, given) for i in kept]),
+        return TokenTree._sound(
+            tuple([self.token_ids[i] for i in kept]),
+            (-1, *[index[self.parents[i]] for i in below]),
+            None if self.log_probs is None else (0.0, *[self.log_probs[i] for i in below]),
+            None if self.source_masks is None else tuple([self.source_masks[i] for i in kept]),
+            None if self.draws is None else self._kept_draws(kept, Counter(listed)),
         )
+
+    def _kept_draws(self, kept: Sequence[int], given: Counter[int]) -> tuple[Draws | None, ...] | None:
+        return _none_if_empty([self._first_draws(i, given) for i in kept])
 
     def _first_draws(self, node: int, given: Counter[int]) -> Draws | None:
         """The node's draws that stay if children are kept as often as `given`."""
@@ -232,7 +266,10 @@ class TokenTree:
         for i in range(node + 1, len(self)):
             if self.parents[i] in below:
                 below.add(i)
-        return self.subtree((i for _, i in self.ranking if i in below and i != node), root=node)
+        below.remove(node)
+        if self.draws is None:
+            return self.subtree(below, root=node)
+        return self.subtree((i for _, i in self.ranking if i in below), root=node)
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
@@ -256,24 +293,26 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     draws: list[Draws | None] = [None]
     index: dict[tuple[int, int], int] = {}
     for tree in trees:
-        merged = [0] * len(tree)
-        for i in range(len(tree)):
+        merged = [0]
+        masks[0] |= tree.source_masks[0] if tree.source_masks is not None else 0
+        draws[0] = draws[0] or tree.draws_below(0)
+        for i in range(1, len(tree)):
+            key = (merged[tree.parents[i]], tree.token_ids[i])
             log_prob = tree.log_probs[i] if tree.log_probs is not None else 0.0
             mask = tree.source_masks[i] if tree.source_masks is not None else 0
-            if i > 0:
-                key = (merged[tree.parents[i]], tree.token_ids[i])
-                if key not in index:
-                    index[key] = len(token_ids)
-                    token_ids.append(tree.token_ids[i])
-                    parents.append(key[0])
-                    log_probs.append(log_prob)
-                    masks.append(0)
-                    draws.append(None)
-                merged[i] = index[key]
-                log_probs[merged[i]] = max(log_probs[merged[i]], log_prob)
-            masks[merged[i]] |= mask
-            draws[merged[i]] = draws[merged[i]] or tree.draws_below(i)
-    return TokenTree(
+            at = index.setdefault(key, len(token_ids))
+            if at == len(token_ids):
+                token_ids.append(key[1])
+                parents.append(key[0])
+                log_probs.append(log_prob)
+                masks.append(mask)
+                draws.append(tree.draws_below(i))
+            else:
+                log_probs[at] = max(log_probs[at], log_prob)
+                masks[at] |= mask
+                draws[at] = draws[at] or tree.draws_below(i)
+            merged.append(at)
+    return TokenTree._sound(
         tuple(token_ids),
         tuple(parents),
         tuple(log_probs) if with_log_probs else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -11,6 +12,9 @@ from treeserve_engine.config import ModelConfig, is_llama_like, load_config
 from treeserve_engine.interface import Model
 from treeserve_engine.made_once import default_cache_dir
 from treeserve_engine.precision import AUTO, Precision, choose_precision
+
+if TYPE_CHECKING:
+    from treeserve_kernels.cpu.decoder import DecoderWeights
 
 _log = structlog.get_logger(__name__)
 
@@ -53,8 +57,15 @@ def load_model(
 def _load_int8(folder: Path, precision: Precision, threads: int, cache_dir: Path) -> Model:
     from treeserve_engine.packed_weights import packed_weights
 
-    config = _config_of(folder)
-    weights = packed_weights(folder, cache_dir, _log.info)
+    return int8_model(_config_of(folder), packed_weights(folder, cache_dir, _log.info), precision, threads)
+
+
+def int8_model(config: ModelConfig, weights: DecoderWeights, precision: Precision, threads: int) -> Model:
+    """A model of int8 weights: the native decoder, or torch's twin of it where that is not built.
+
+    Raises:
+        InvalidArgumentError: if the weights do not have the sizes that `config` says.
+    """
     if precision.is_native:
         from treeserve_engine.native_model import NativeModel
 

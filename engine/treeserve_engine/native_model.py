@@ -42,7 +42,7 @@ class NativeModel:
         """Compute the rows of a batch, writing their K and V to their slots.
 
         Returns:
-            Logits of the rows asked for, float32[K, vocab_size].
+            Logits of the rows asked for, float32[K, outputs of the head].
         """
         return self._decoder.forward(
             kv,

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
 from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, Item, map_arrays, write_arrays
@@ -27,6 +27,11 @@ from treeserve_engine.rope import RopeTable
 from treeserve_engine.weight_files import weight_files
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, pack_linear
+
+if TYPE_CHECKING:
+    import torch
+
+    from treeserve_engine.weights import LayerTensors, LinearTensors
 
 # Part of the name: raise it when the same checkpoint packs differently, or the layout of `PackedLinear` changes.
 _FORMAT_VERSION = 1
@@ -112,70 +117,85 @@ def _items(folder: Path, config: ModelConfig, progress: Callable[[str], None]) -
     """Everything in a `DecoderWeights`, by name, one layer in memory at a time."""
     import torch  # here alone: verifiers import this module
 
-    from treeserve_engine.weights import FloatWeights, LayerTensors, LinearTensors
-
-    def array(tensor: torch.Tensor | None) -> Any:
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise InvalidArgumentError("model", "a weight is not finite")
-        return None if tensor is None else tensor.numpy()
-
-    def packed(linear: LinearTensors, *, interleave: bool = False) -> PackedLinear:
-        try:
-            return pack_linear(array(linear.weight), array(linear.bias), interleave=interleave)
-        except ValueError as error:
-            raise InvalidArgumentError("model", f"int8 weights: {error}") from error
-
-    def packed_layer(layer: LayerTensors) -> LayerWeights:
-        return LayerWeights(
-            input_norm=array(layer.input_norm),
-            qkv=packed(layer.qkv),
-            q_norm=array(layer.q_norm),
-            k_norm=array(layer.k_norm),
-            attention_output=packed(layer.attention_output),
-            feed_forward_norm=array(layer.feed_forward_norm),
-            gate_up=packed(layer.gate_up, interleave=True),
-            down=packed(layer.down),
-        )
+    from treeserve_engine.weights import FloatWeights
 
     tensors = FloatWeights.of(folder, config, torch.float32, torch.device("cpu"))
     embedding = tensors.embedding()
-    yield "embedding", array(embedding)
-    yield from _flat("head", packed(tensors.head(embedding)))
+    yield "embedding", _finite(embedding)
+    yield from flat_items("head", pack_tensors(tensors.head(embedding)))
     del embedding
     for i, layer in enumerate(tensors.layers()):
-        yield from _flat(f"layers.{i}", packed_layer(layer))
+        yield from flat_items(f"layers.{i}", pack_layer(layer))
         if (i + 1) % 8 == 0:
             progress(f"layer {i + 1} of {config.num_layers}")
-    yield "norm", array(tensors.norm())
+    yield "norm", _finite(tensors.norm())
     rope = RopeTable.of(config)
     yield "rope_cos", rope.cos
     yield "rope_sin", rope.sin
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Item]]:
+def pack_layer(layer: LayerTensors) -> LayerWeights:
+    """A layer in int8.
+
+    Raises:
+        InvalidArgumentError: if a weight is not finite.
+    """
+    return LayerWeights(
+        input_norm=_finite(layer.input_norm),
+        qkv=pack_tensors(layer.qkv),
+        q_norm=_finite(layer.q_norm),
+        k_norm=_finite(layer.k_norm),
+        attention_output=pack_tensors(layer.attention_output),
+        feed_forward_norm=_finite(layer.feed_forward_norm),
+        gate_up=pack_tensors(layer.gate_up, interleave=True),
+        down=pack_tensors(layer.down),
+    )
+
+
+def pack_tensors(linear: LinearTensors, *, interleave: bool = False) -> PackedLinear:
+    """One linear layer in int8; raises as `pack_layer`."""
+    try:
+        return pack_linear(_finite(linear.weight), _finite(linear.bias), interleave=interleave)
+    except ValueError as error:
+        raise InvalidArgumentError("model", f"int8 weights: {error}") from error
+
+
+def _finite(tensor: torch.Tensor | None) -> Any:
+    """The tensor as an array."""
+    if tensor is not None and not tensor.isfinite().all():
+        raise InvalidArgumentError("model", "a weight is not finite")
+    return None if tensor is None else tensor.numpy()
+
+
+def flat_items(name: str, value: Any) -> Iterator[tuple[str, Item]]:
+    """The fields of a dataclass, and of those in it, by dotted names."""
     if not is_dataclass(value):
         yield name, value
         return
     for field in fields(value):
-        yield from _flat(f"{name}.{field.name}", getattr(value, field.name))
+        yield from flat_items(f"{name}.{field.name}", getattr(value, field.name))
+
+
+def linear_of(items: Mapping[str, Any], name: str) -> PackedLinear:
+    """A linear layer from its flat items."""
+    return PackedLinear(**{field.name: items[f"{name}.{field.name}"] for field in fields(PackedLinear)})
+
+
+def layer_of(items: Mapping[str, Any], name: str) -> LayerWeights:
+    """A decoder layer from its flat items."""
+    parts: dict[str, Any] = {}
+    for part in fields(LayerWeights):
+        at = f"{name}.{part.name}"
+        parts[part.name] = linear_of(items, at) if part.name in _LINEARS else items[at]
+    return LayerWeights(**parts)
 
 
 def _decoder_weights(items: Mapping[str, Any], num_layers: int) -> DecoderWeights:
-    def linear(name: str) -> PackedLinear:
-        return PackedLinear(**{field.name: items[f"{name}.{field.name}"] for field in fields(PackedLinear)})
-
-    def layer(name: str) -> LayerWeights:
-        parts: dict[str, Any] = {}
-        for part in fields(LayerWeights):
-            at = f"{name}.{part.name}"
-            parts[part.name] = linear(at) if part.name in _LINEARS else items[at]
-        return LayerWeights(**parts)
-
     return DecoderWeights(
         embedding=items["embedding"],
-        layers=tuple(layer(f"layers.{i}") for i in range(num_layers)),
+        layers=tuple(layer_of(items, f"layers.{i}") for i in range(num_layers)),
         norm=items["norm"],
-        head=linear("head"),
+        head=linear_of(items, "head"),
         rope_cos=items["rope_cos"],
         rope_sin=items["rope_sin"],
     )

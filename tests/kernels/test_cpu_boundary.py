@@ -283,7 +283,7 @@ def test_weights_of_other_sizes_are_refused(plain):
         replace(weights, embedding=weights.embedding.astype(np.float64)),
         replace(weights, norm=weights.norm[:-1].copy()),
         replace(weights, rope_sin=weights.rope_sin[:-1].copy()),
-        replace(weights, head=layer.qkv),
+        replace(weights, head=layer.down),
         replace(weights, head=replace(weights.head, panels=weights.head.panels[:-1].copy())),
         replace(weights, head=replace(weights.head, scales=weights.head.scales[:-1].copy())),
         replace(weights, layers=(replace(layer, gate_up=layer.down),)),

@@ -23,7 +23,7 @@ from treeserve_engine.model import LlamaModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_engine.torch_batch import TorchBatch
 from treeserve_verifier import device_step
-from treeserve_verifier.executor import StepExecutor, StepResult
+from treeserve_verifier.executor import NO_PLAIN_RUN, StepExecutor, StepResult
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Sequence, Submission
 
@@ -55,7 +55,7 @@ class Rig:
         plan = StepPlan(tuple(PlannedSequence(self.sequences[i], chunk, tree) for i, chunk, tree in planned))
         for p in plan.sequences:
             self.runner.blocks.reserve(p.sequence.seq_id, p.rows)
-        step = asyncio.run(self.executor.run(plan, top_for, lambda: None))
+        (step,) = asyncio.run(self.executor.run(plan, top_for, lambda: None, NO_PLAIN_RUN))
         for p, result in zip(plan.sequences, step.results, strict=True):
             if result.outcome is not None:
                 p.sequence.tokens += result.outcome.token_ids

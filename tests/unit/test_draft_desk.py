@@ -290,6 +290,28 @@ def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
     assert speculator.asked and bench.waits(sequence) > 0.0, "the first tree that comes true brings every ask back"
 
 
+def test_it_is_known_how_long_no_tree_is_asked_for() -> None:
+    bench = Bench()
+    alone = bench.open(make_sequence())
+    assert bench.desk.tokens_until_ask(alone) > 1_000_000, "nobody drafts for it"
+    speculator, box = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    handle = next(handle for handle, assigned in box.assigned.items() if assigned is sequence)
+    seen = set()
+    for _ in range(200):
+        bench.now += 0.004
+        if handle in speculator.asked:
+            bench.desk.propose(speculator, handle, _chain(sequence, 77))
+        due, before = bench.desk.tokens_until_ask(sequence), len(box.commits)
+        for _ in range(due - 1):
+            bench.advance(sequence, 5)
+        assert len(box.commits) == before
+        bench.advance(sequence, 5)
+        seen.add((due, len(box.commits) > before))
+    assert (1, False) in seen, "a tree that fails makes the ask wait longer"
+    assert seen > {(1, True), (2, True), (8, True)}
+
+
 def test_a_tree_without_an_idea_counts_as_one_that_failed() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")

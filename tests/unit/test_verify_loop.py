@@ -1,4 +1,4 @@
-"""The verify loop: a finished generation is counted before anybody can learn that it ended."""
+"""The verify loop: when steps are counted, and when plain ones may follow unplanned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from treeserve_core.outcome import FinishReason, VerifyOutcome
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.executor import ExecutedStep, StepResult
+from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepResult
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.planner import StepPlan, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
+from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import CommitNotice
 
 
 class EngineOfOneToken:
@@ -26,29 +28,77 @@ class EngineOfOneToken:
     def __init__(self, blocks: BlockManager, reason: FinishReason | None) -> None:
         self._blocks = blocks
         self._reason = reason
+        self.then = NO_PLAIN_RUN
 
-    async def run(self, plan: StepPlan, wanting: frozenset[int], meanwhile: Callable[[], None]) -> ExecutedStep:
+    async def run(
+        self, plan: StepPlan, wanting: frozenset[int], meanwhile: Callable[[], None], then: PlainRun
+    ) -> list[ExecutedStep]:
         await asyncio.sleep(0)
         meanwhile()
+        self.then = then
         for planned in plan.sequences:
             self._blocks.commit(planned.sequence.seq_id, range(planned.chunk))
         outcome = VerifyOutcome((), (5,), self._reason)
-        return ExecutedStep(tuple(StepResult(planned, outcome) for planned in plan.sequences), 1.0)
+        return [ExecutedStep(tuple(StepResult(planned, outcome) for planned in plan.sequences), 1.0)]
+
+
+class Rig:
+    """A loop over that engine, on a clock of its own; it may run ahead for ten seconds."""
+
+    def __init__(self, reason: FinishReason | None) -> None:
+        config, cost = make_config(), CostModel({1: 1.0})
+        blocks, planner = BlockManager(64, config.block_size), StepPlanner(config, cost)
+        self.now, self.registry = 0.0, CollectorRegistry()
+        desk = DraftDesk(lambda: self.now, 0.0, lambda sequence: 4, lambda: planner.prices(1))
+        scheduler = Scheduler(config, blocks, desk.close)
+        self.engine = EngineOfOneToken(blocks, reason)
+        metrics = VerifierMetrics(self.registry)
+        self.loop = VerifyLoop(scheduler, desk, planner, self.engine, cost, metrics, lambda: self.now, 10.0)
 
 
 @pytest.mark.parametrize(("reason", "counted"), [(FinishReason.STOP, 1.0), (None, 0.0)])
 async def test_a_step_that_ends_a_sequence_is_counted_before_its_tokens_leave(
     reason: FinishReason | None, counted: float
 ) -> None:
-    config, registry, cost = make_config(), CollectorRegistry(), CostModel({1: 1.0})
-    blocks, planner = BlockManager(64, config.block_size), StepPlanner(config, cost)
-    desk = DraftDesk(lambda: 0.0, 0.0, lambda sequence: 0, lambda: planner.prices(1))
-    scheduler = Scheduler(config, blocks, desk.close)
-    engine = EngineOfOneToken(blocks, reason)
-    loop = VerifyLoop(scheduler, desk, planner, engine, cost, VerifierMetrics(registry), lambda: 0.0)
+    rig = Rig(reason)
     emitted: list[object] = []
-    loop.submit(make_sequence(emit=emitted.append))
-    await loop.step()
+    rig.loop.submit(make_sequence(emit=emitted.append))
+    await rig.loop.step()
     assert len(emitted) == 1
-    found = registry.get_sample_value("treeserve_verifier_emitted_tokens_total")
+    found = rig.registry.get_sample_value("treeserve_verifier_emitted_tokens_total")
     assert found == counted, "other steps are counted during the next forward pass"
+
+
+class Outbox:
+    """A speculator that never answers."""
+
+    def assign(self, handle: int, sequence: Sequence, budget: int) -> None: ...
+
+    def commit(self, notice: CommitNotice) -> None: ...
+
+    def release(self, handle: int) -> None: ...
+
+
+async def test_plain_steps_follow_unplanned_while_nothing_changes() -> None:
+    rig = Rig(None)
+    rig.loop.submit(make_sequence())
+    await rig.loop.step()
+    assert rig.engine.then.steps == 0, "the first token does not wait for others"
+    rig.loop._changed.clear()
+    await rig.loop.step()
+    then = rig.engine.then
+    assert then.steps > 1000 and then.may_go_on()
+    rig.now = 10.0
+    assert not then.may_go_on(), "tokens are due to leave"
+    rig.now = 1.0
+    second = make_sequence()
+    rig.loop.submit(second)
+    assert not then.may_go_on(), "somebody wants to join"
+    await rig.loop.step()
+    assert rig.engine.then.steps == 0, "its prompt is read"
+    rig.loop.cancel(second)
+    await rig.loop.step()
+    assert rig.engine.then.steps > 1000
+    rig.loop.attach("s", ("ngram",), Outbox(), wants_top_tokens=False)
+    await rig.loop.step()
+    assert rig.engine.then.steps == 0, "a tree is to be asked for after this one"

@@ -16,6 +16,7 @@ from treeserve_core.draws import MAX_DRAWS, MAX_SUPPORT, Draws
 from treeserve_core.errors import InvalidArgumentError, InvalidTreeError
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
+from treeserve_core.preset import Preset
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria, check_token_ids
 from treeserve_core.tree import TokenTree
@@ -95,6 +96,7 @@ def limits_to_proto(limits: SequenceLimits) -> tuple[common_pb2.SpeculationOptio
         acceptance=acceptance_rule_to_proto(acceptance.rule),
         typical_epsilon=acceptance.epsilon if is_typical else None,
         typical_delta=acceptance.delta if is_typical else None,
+        preset=limits.preset,
     )
     service_level = common_pb2.ServiceLevel(
         service_class=common_pb2.ServiceClass.ValueType(limits.service_class),
@@ -110,7 +112,7 @@ def limits_from_proto(
     """Decode speculation bounds and promises; an unset class is STANDARD, an unset target is no target.
 
     Raises:
-        InvalidArgumentError: for an unknown service class or acceptance rule, or a value outside its limits.
+        InvalidArgumentError: for an unknown service class, acceptance rule or preset, or a value outside its limits.
     """
     try:
         service_class = ServiceClass(service_level.service_class or ServiceClass.STANDARD)
@@ -126,6 +128,7 @@ def limits_from_proto(
             speculation.typical_epsilon if speculation.HasField("typical_epsilon") else None,
             speculation.typical_delta if speculation.HasField("typical_delta") else None,
         ),
+        preset=Preset.of(speculation.preset),
     )
 
 

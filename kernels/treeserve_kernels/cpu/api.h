@@ -46,7 +46,7 @@ typedef struct TsWeights {
     const float* embedding;  // [vocab_size, hidden_size]
     const TsLayer* layers;   // [num_layers]; copied
     const float* norm;       // [hidden_size]
-    TsLinear head;
+    TsLinear head;           // its outputs may be fewer than vocab_size: a drafter's own vocabulary
     const float* rope_cos;  // [max_positions, head_dim / 2]
     const float* rope_sin;
 } TsWeights;
@@ -80,7 +80,7 @@ TS_EXPORT TsStatus ts_decoder_create(const TsShape* shape, const TsWeights* weig
                                      TsDecoder** decoder);
 TS_EXPORT void ts_decoder_destroy(TsDecoder* decoder);
 
-// Writes float32[num_logits, vocab_size].
+// Writes float32[num_logits, outputs of the head].
 TS_EXPORT TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, float* logits);
 
 TS_EXPORT TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type,

@@ -100,7 +100,8 @@ TsDecoder::TsDecoder(const TsShape& shape, const TsWeights& weights, int threads
         layers_.push_back({layer, padded(layer.input_norm, shape.hidden_size, hidden_stride_),
                            padded(layer.feed_forward_norm, shape.hidden_size, hidden_stride_)});
     }
-    check_linear("head", weights.head, shape.vocab_size, shape.hidden_size);
+    require(weights.head.num_outputs >= 1, "head has ", weights.head.num_outputs, " outputs");
+    check_linear("head", weights.head, weights.head.num_outputs, shape.hidden_size);
     norm_ = padded(weights.norm, shape.hidden_size, hidden_stride_);
 }
 
@@ -162,7 +163,8 @@ void TsDecoder::run_layers(Pass& pass, ThreadPool::Member& member) {
         normalise_row(pass.all, layers_[0].input_norm, row, member);
     });
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) run_layer(pass, layer, member);
-    linear({&weights_.head, input_.of(pass.wanted.size(), hidden_groups_), pass.logits, shape_.vocab_size}, member);
+    const TsLinear& head = weights_.head;
+    linear({&head, input_.of(pass.wanted.size(), hidden_groups_), pass.logits, head.num_outputs}, member);
 }
 
 // Finds the normalised, quantised rows in input_, and leaves there what the next layer or the head reads.

@@ -80,7 +80,7 @@ class DecoderWeights:
         embedding: float32[V, H].
         layers: from the first to the last.
         norm: float32[H], before the head.
-        head: from H to V.
+        head: from H to V, or to the fewer tokens that a drafter can say.
         rope_cos: float32[P, D / 2].
         rope_sin: float32[P, D / 2].
     """
@@ -149,7 +149,7 @@ class Decoder:
         """
         self.isa = isa or library.isas()[0]
         self.shape = shape
-        self._vocab_size = shape.vocab_size
+        self._num_outputs = weights.head.num_outputs
         self._kept = weights
         packed = _weights(shape, weights)
         handle = ctypes.c_void_p()
@@ -205,7 +205,7 @@ class Decoder:
             logits_indices: int64[K], rows whose logits are wanted.
 
         Returns:
-            float32[K, vocab_size].
+            float32[K, outputs of the head].
 
         Raises:
             ValueError: if an array has another shape or type, an index is out of range, or the decoder is closed.
@@ -229,7 +229,7 @@ class Decoder:
         batch.node_offsets = _address("node_offsets", node_offsets, np.int32, sequences)
         batch.ancestor_words = _address("ancestor_words", ancestor_words, np.uint64, rows + ancestor_words.shape[-1:])
         batch.logits_indices = _address("logits_indices", logits_indices, np.int64, (len(logits_indices),))
-        logits = np.empty((len(logits_indices), self._vocab_size), dtype=np.float32)
+        logits = np.empty((len(logits_indices), self._num_outputs), dtype=np.float32)
         library.check(self._forward(self._handle, kv._handle, batch, address(logits)))
         return logits
 
@@ -285,7 +285,7 @@ def _weights(shape: DecoderShape, weights: DecoderWeights) -> c.Weights:
         _address("embedding", weights.embedding, np.float32, (shape.vocab_size, hidden)),
         layers,
         _address("norm", weights.norm, np.float32, (hidden,)),
-        _linear("head", weights.head, shape.vocab_size, hidden),
+        _linear("head", weights.head, weights.head.num_outputs, hidden),
         _address("rope_cos", weights.rope_cos, np.float32, rotary),
         _address("rope_sin", weights.rope_sin, np.float32, rotary),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,8 @@ class Ask:
         stopping: with max_tokens = OPEN_ENDED for what the context window leaves.
         deadline: time on the event loop's clock after which nobody waits; None for never.
         traceparent: the caller's W3C trace context; empty for none.
+        tenant: whom it is for: a name that the edge vouches for, "" where this router serves one tenant, None if nobody
+            is known.
     """
 
     sampling: SamplingParams
@@ -52,6 +55,7 @@ class Ask:
     seed_given: bool = False
     deadline: float | None = None
     traceparent: str = ""
+    tenant: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class RouterRequest:
     Attributes:
         generated_token_ids: output that existed when the request came (a resume).
         stopping: max_tokens counts generated_token_ids.
+        tenant: label of whom it is for (`tenant_label`); empty if nobody is known.
     """
 
     request_id: str
@@ -71,6 +76,7 @@ class RouterRequest:
     limits: SequenceLimits
     session_id: str = ""
     deadline: float | None = None
+    tenant: str = ""
 
     @property
     def max_total_tokens(self) -> int:
@@ -140,6 +146,7 @@ class Admission:
             limits=ask.limits,
             session_id=ask.session_id,
             deadline=ask.deadline,
+            tenant="" if ask.tenant is None else tenant_label(ask.tenant),
         )
 
     async def _tokenise(self, ask: Ask) -> tuple[str, Sequence[int]]:
@@ -159,6 +166,24 @@ class Admission:
             raise InvalidArgumentError("chat.messages", error.reason) from error
 
 
+def tenant_of(header: str, values: Callable[[str], Sequence[str]]) -> str | None:
+    """Whom a request is for.
+
+    Args:
+        header: lower-case name of the header that a gateway sets; empty if this router serves one tenant.
+        values: the request's values of a header. Two of them are one too many to be the gateway's: nobody is known.
+    """
+    if not header:
+        return ""
+    given = values(header)
+    return given[0] or None if len(given) == 1 else None
+
+
+def tenant_label(name: str) -> str:
+    """What verifiers and speculators know a tenant by: the same at every router, and no name to read in their logs."""
+    return hashlib.sha256(f"treeserve tenant {name}".encode()).hexdigest()[:32]
+
+
 async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:
     if chars <= _INLINE_TEXT_CHARS:
         return function(argument)
@@ -170,6 +195,8 @@ def _check_ids(ask: Ask) -> None:
         raise InvalidArgumentError("request_id", f"has at most {MAX_ID_CHARS} characters of [A-Za-z0-9._:-]")
     if len(ask.session_id) > MAX_ID_CHARS:
         raise InvalidArgumentError("session_id", f"has at most {MAX_ID_CHARS} characters")
+    if ask.tenant is not None and len(ask.tenant) > MAX_ID_CHARS:
+        raise InvalidArgumentError("tenant", f"has at most {MAX_ID_CHARS} characters")
 
 
 def _check_input(ask: Ask) -> None:

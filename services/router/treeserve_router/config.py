@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_wire.config import check_at_least, option
 
+_HEADER_NAME = re.compile(r"[a-z0-9-]*")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -36,6 +38,13 @@ class RouterConfig:
     max_replays: int = field(default=5, metadata=option("failures in a row without a new token that end a request"))
     token_credit: int = field(default=64, metadata=option("token frames a verifier may have in flight"))
     session_ttl_s: float = field(default=1800.0, metadata=option("time a session's verifier is remembered"))
+    tenant_header: str = field(
+        default="",
+        metadata=option(
+            "header or gRPC metadata in which an authenticating gateway names the tenant; it must drop what clients "
+            "send under that name. Requests without it leave nothing behind for others. Empty: all are one tenant's"
+        ),
+    )
     drain_s: float = field(default=30.0, metadata=option("time to finish running streams after SIGTERM"))
     reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
@@ -50,5 +59,7 @@ class RouterConfig:
             raise InvalidArgumentError("session_ttl_s", "must be at least 1 s")
         if self.redis_url is not None and not self.redis_url.startswith(_REDIS_SCHEMES):
             raise InvalidArgumentError("redis_url", f"begins with none of {', '.join(_REDIS_SCHEMES)}")
+        if not _HEADER_NAME.fullmatch(self.tenant_header):
+            raise InvalidArgumentError("tenant_header", "is no lower-case header name")
         if not self.model_name:
             raise InvalidArgumentError("model_name", "is empty")

@@ -253,6 +253,7 @@ def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:
         speculation=speculation,
         service_level=service_level,
         traceparent=ticket.traceparent,
+        tenant=request.tenant,
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
+from treeserve_router.admission import tenant_of
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.openai_request import ChatCompletionRequest, CompletionRequest
 from treeserve_router.openai_response import (
@@ -52,6 +53,7 @@ class HttpParts:
 
     Attributes:
         wall_clock: seconds since the epoch.
+        tenant_header: header in which a gateway names the tenant; empty for one tenant.
     """
 
     router: Router
@@ -59,6 +61,7 @@ class HttpParts:
     model_name: str
     registry: CollectorRegistry
     wall_clock: Callable[[], float] = time.time
+    tenant_header: str = ""
 
 
 def build_app(parts: HttpParts) -> Starlette:
@@ -129,7 +132,10 @@ class GenerationEndpoint:
         try:
             http_request = Request(scope, receive)
             call = self._schema.from_json(await _read_json(http_request))
-            ask = call.to_ask(http_request.headers.get("traceparent", ""))
+            ask = replace(
+                call.to_ask(http_request.headers.get("traceparent", "")),
+                tenant=tenant_of(self._parts.tenant_header, http_request.headers.getlist),
+            )
         except (TreeserveError, HTTPException) as error:
             await _json_error(_error_response(error))(scope, receive, send)
             return

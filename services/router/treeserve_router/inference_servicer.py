@@ -10,7 +10,7 @@ import grpc
 
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceServicer
-from treeserve_router.admission import OPEN_ENDED, Ask
+from treeserve_router.admission import OPEN_ENDED, Ask, tenant_of
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.pool import ServedModel
 from treeserve_router.router import Router
@@ -24,16 +24,21 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """Serves InferenceService from a router of one model."""
+    """Serves InferenceService from a router of one model.
 
-    def __init__(self, router: Router, model_name: str) -> None:
+    Args:
+        tenant_header: metadata key in which a gateway names the tenant; empty for one tenant.
+    """
+
+    def __init__(self, router: Router, model_name: str, tenant_header: str = "") -> None:
         self._router = router
         self._model_name = model_name
+        self._tenant_header = tenant_header
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Run a generation. Writing waits for a slow client, and for nobody else; a client that leaves cancels."""
         try:
-            ask = _ask_from_proto(request, context)
+            ask = _ask_from_proto(request, context, self._tenant_header)
             async with contextlib.aclosing(self._router.generate(ask)) as events:
                 async for event in events:
                     await context.write(self._event_to_proto(event))
@@ -75,7 +80,7 @@ class InferenceServicer(InferenceServiceServicer):
                 return pb.GenerateResponse(finished=_finished_to_proto(event))
 
 
-def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
+def _ask_from_proto(request: pb.GenerateRequest, context: _Context, tenant_header: str) -> Ask:
     remaining_s = context.time_remaining()
     kind = request.WhichOneof("input")
     return Ask(
@@ -91,15 +96,14 @@ def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
         generated_token_ids=request.generated_token_ids,
         session_id=request.session_id,
         deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
-        traceparent=_metadata(context, "traceparent"),
+        traceparent=next(iter(_metadata(context, "traceparent")), ""),
+        tenant=tenant_of(tenant_header, lambda key: _metadata(context, key)),
     )
 
 
-def _metadata(context: _Context, key: str) -> str:
-    for name, value in context.invocation_metadata() or ():
-        if name == key:
-            return value if isinstance(value, str) else ""
-    return ""
+def _metadata(context: _Context, key: str) -> list[str]:
+    metadata = context.invocation_metadata() or ()
+    return [value for name, value in metadata if name == key and isinstance(value, str)]
 
 
 def _finished_to_proto(finished: Finished) -> pb.Finished:

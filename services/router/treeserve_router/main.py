@@ -79,8 +79,10 @@ class RouterProcess:
             max_receive_bytes=_MAX_REQUEST_BYTES,
             max_connection_age_ms=_MAX_CONNECTION_AGE_MS,
         )
-        add_InferenceServiceServicer_to_server(InferenceServicer(router, config.model_name), self._server.grpc)
-        app = build_app(HttpParts(router, tokenizer, config.model_name, registry))
+        add_InferenceServiceServicer_to_server(
+            InferenceServicer(router, config.model_name, config.tenant_header), self._server.grpc
+        )
+        app = build_app(HttpParts(router, tokenizer, config.model_name, registry, tenant_header=config.tenant_header))
         self._http = HttpServer(app, config.http_listen, config.drain_s) if config.http_listen else None
         self._pool_changed = asyncio.Event()
         self._pool.subscribe(self._pool_changed.set)

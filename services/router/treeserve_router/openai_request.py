@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.preset import Preset
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import OPEN_ENDED, Ask
 
@@ -39,7 +40,7 @@ class StreamOptions(_Strict):
 
 
 class Speculation(_Strict):
-    """Extension: the request's speculation switch and bound, and how drafted tokens are accepted.
+    """Extension: the request's speculation switch and bound, how drafted tokens are accepted, and what kind of work it is.
 
     Only `replay` is bit-identical with `enabled: false`; `multi_step` keeps the distribution, `typical` is lossy.
     """
@@ -49,6 +50,7 @@ class Speculation(_Strict):
     acceptance: Literal["replay", "multi_step", "typical"] = "replay"
     typical_epsilon: float | None = None
     typical_delta: float | None = None
+    preset: str = ""
 
     def to_acceptance(self) -> Acceptance:
         """The rule and its parameters. Raises InvalidArgumentError for a value outside its limits."""
@@ -127,6 +129,7 @@ class GenerationOptions(_Strict):
             ttft_ms=self.ttft_ms,
             tpot_ms=self.tpot_ms,
             acceptance=self.speculation.to_acceptance(),
+            preset=Preset.of(self.speculation.preset),
         )
 
 

@@ -12,6 +12,9 @@ from treeserve_engine.precision import AUTO, check_dtype
 from treeserve_wire.config import check_at_least, option
 
 SSM = "ssm"
+SSMS = (SSM, *(f"{SSM}{i}" for i in range(2, 6)))
+CORPUS = "corpus"
+MAX_SOURCE_BUDGET_MS = 10_000.0
 MAX_SOURCES = 16
 
 
@@ -35,10 +38,21 @@ class SpeculatorConfig:
     speculator_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
     sources: tuple[str, ...] = field(
         default=("ngram", "suffix", "recycling"),
-        metadata=option("draft sources: ngram, suffix, recycling, ssm or package.module:factory"),
+        metadata=option(
+            "draft sources: ngram, suffix, recycling, ssm, corpus, an installed one, or package.module:attribute"
+        ),
     )
     max_nodes: int = field(default=64, metadata=option("most nodes of a tree, the root not counted"))
     max_depth: int = field(default=16, metadata=option("deepest node of a tree"))
+    source_budget_ms: float = field(
+        default=20.0, metadata=option("longest wait for the trees of a source that is not built in")
+    )
+    corpus: Path | None = field(
+        default=None, metadata=option("file of `treeserve corpus build`; adds the corpus source")
+    )
+    drafter_folder: Path | None = field(
+        default=None, metadata=option("folder of drafters trained for the model: what ssm, ssm2 ... ssm5 draft with")
+    )
     ssm_folder: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
     ssm_dtype: str = field(
         default=AUTO,
@@ -46,6 +60,7 @@ class SpeculatorConfig:
     )
     ssm_kv_tokens: int = field(default=16384, metadata=option("tokens the draft model's KV cache holds"))
     ssm_depth: int = field(default=6, metadata=option("levels the draft model grows a tree by"))
+    ssm_width: int = field(default=6, metadata=option("nodes a draft model expands per level, and children of each"))
     threads: int = field(default=1, metadata=option("threads of the draft model"))
     cache_dir: Path = field(
         default_factory=default_cache_dir, metadata=option("where weights converted to int8 are kept")
@@ -57,14 +72,21 @@ class SpeculatorConfig:
         names = self.source_names
         if not 1 <= len(names) <= MAX_SOURCES or len(set(names)) != len(names):
             raise InvalidArgumentError("sources", f"name 1 to {MAX_SOURCES} sources, each once")
-        if SSM in names and self.ssm_folder is None:
-            raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
+        for name in set(SSMS).intersection(names):
+            if self.drafter_folder is None and (name != SSM or self.ssm_folder is None):
+                raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
+        if CORPUS in names and self.corpus is None:
+            raise InvalidArgumentError("corpus", "the corpus source needs a file that `treeserve corpus build` made")
+        if not 0 < self.source_budget_ms <= MAX_SOURCE_BUDGET_MS:
+            raise InvalidArgumentError("source_budget_ms", f"is outside (0, {MAX_SOURCE_BUDGET_MS:g}]")
         if not self.verifiers:
             raise InvalidArgumentError("verifiers", "name at least one")
         check_dtype("ssm_dtype", self.ssm_dtype)
-        check_at_least(self, 1, "max_nodes", "max_depth", "ssm_kv_tokens", "ssm_depth", "threads")
+        check_at_least(self, 1, "max_nodes", "max_depth", "ssm_kv_tokens", "ssm_depth", "ssm_width", "threads")
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Sources to build, in the order of their bits in a node's source mask: a draft model's folder adds its own."""
-        return self.sources if self.ssm_folder is None or SSM in self.sources else (*self.sources, SSM)
+        """Sources to build, in the order of their bits in a node's source mask: a file or folder of one adds it."""
+        named = ((SSM, self.ssm_folder), (CORPUS, self.corpus))
+        added = tuple(name for name, path in named if path is not None and name not in self.sources)
+        return (*self.sources, *added)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -12,8 +14,11 @@ import structlog
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import check_token_ids
 from treeserve_core.tree import TokenTree, merge
+from treeserve_speculator.choice import SourceChooser
+from treeserve_speculator.feedback import visits
 from treeserve_speculator.metrics import SpeculatorMetrics
-from treeserve_speculator.sequence import CommittedTokens, DraftSequence
+from treeserve_speculator.mixture import MixBounds, Mixture
+from treeserve_speculator.sequence import UNPRICED, CommittedTokens, DraftPrices, DraftSequence
 from treeserve_speculator.sources.base import BatchDraftSource, DraftSource
 
 _P = ParamSpec("_P")
@@ -35,7 +40,9 @@ class TreeLimits:
 
 
 class Drafter:
-    """Asks every source about every sequence, merges the answers by path and prunes them to the budget.
+    """Asks sources about every sequence, and makes one tree of the nodes that are likely to be worth their price.
+
+    Sources that cost next to nothing are asked always, the others where that promises to pay (`SourceChooser`).
 
     Not thread-safe: one thread makes all calls. A source that fails on a sequence is closed for that sequence alone.
     """
@@ -56,6 +63,13 @@ class Drafter:
         self._limits = limits
         self._metrics = metrics
         self._clock_s = clock_s
+        self._choice = SourceChooser(self.source_names)
+        self._mixture = Mixture(eos_token_ids)
+
+    @property
+    def sources(self) -> tuple[DraftSource, ...]:
+        """The sources, in the order of their bits."""
+        return self._sources
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -83,36 +97,65 @@ class Drafter:
         tokens, top = committed.token_ids, committed.top_tokens
         if not tokens:
             return
+        self._choice.committed(sequence, tokens)
+        self._mixture.learn(sequence.mixed, tokens)
+        self._record_visits(sequence.tree, tokens)
+        sequence.tree = None
         for source in self._sources:
+            began = self._clock_s()
             self._guarded(source, sequence, source.commit, sequence, tokens, top)
+            self._metrics.source_seconds.labels(source.name).inc(self._clock_s() - began)
 
     def close(self, sequence: DraftSequence) -> None:
         """Let all sources forget a sequence."""
         self._metrics.sequences.dec()
+        self._choice.close(sequence)
         for source in self._sources:
             self._guarded(source, sequence, source.close, sequence)
 
-    def draft(self, sequences: Sequence[DraftSequence], limits: TreeLimits) -> list[DraftProposal]:
+    def draft(
+        self, sequences: Sequence[DraftSequence], limits: TreeLimits, prices: DraftPrices = UNPRICED
+    ) -> list[DraftProposal]:
         """One proposal per sequence, in order; a tree of its root alone where no source had an idea.
 
         Args:
             sequences: each with a positive budget.
             limits: the verifier's own bounds.
+            prices: what the verifier pays; while that is not known, no source is spared.
         """
         started = self._clock_s()
         limits = limits.within(self._limits)
-        found: list[list[TokenTree]] = [[] for _ in sequences]
-        for bit, source in enumerate(self._sources):
-            for i, tree in enumerate(self._ask(source, sequences, limits)):
-                if tree is not None:
-                    found[i].append(replace(tree, source_masks=(0,) + (1 << bit,) * (len(tree) - 1)))
-        trees = [self._combined(sequence, trees, limits) for sequence, trees in zip(sequences, found, strict=True)]
+        found: dict[DraftSequence, list[TokenTree]] = {sequence: [] for sequence in sequences}
+        choosable = self._choice.begin(len(sequences), prices)
+        self._collect(found, limits, [source for source in self._sources if source.name not in choosable])
+        for sequence, known in found.items():
+            sequence.shapes = self._choice.choose(sequence, known)
+        self._collect(found, limits, [source for source in self._sources if source.name in choosable])
+        trees = [self._combined(sequence, trees, limits, prices) for sequence, trees in found.items()]
+        for sequence, tree in zip(sequences, trees, strict=True):
+            sequence.tree = tree
+            self._choice.drafted(sequence)
         elapsed = self._clock_s() - started
         self._record(trees, elapsed)
         return [
             DraftProposal(len(sequence.tokens), tree, round(elapsed * 1e6))
             for sequence, tree in zip(sequences, trees, strict=True)
         ]
+
+    def _collect(
+        self, found: Mapping[DraftSequence, list[TokenTree]], limits: TreeLimits, sources: Sequence[DraftSource]
+    ) -> None:
+        """Add the trees of some sources to what was found, and note their times."""
+        for source in sources:
+            asked = [s for s in found if source.name in s.shapes] if self._choice.chooses(source.name) else list(found)
+            began = self._clock_s()
+            mask = 1 << self._sources.index(source)
+            for sequence, tree in zip(asked, self._ask(source, asked, limits), strict=True):
+                if tree is not None:
+                    found[sequence].append(replace(tree, source_masks=(0,) + (mask,) * (len(tree) - 1)))
+            elapsed = self._clock_s() - began
+            self._choice.took(source.name, asked, elapsed)
+            self._metrics.source_seconds.labels(source.name).inc(elapsed)
 
     def _ask(
         self, source: DraftSource, sequences: Sequence[DraftSequence], limits: TreeLimits
@@ -153,11 +196,17 @@ class Drafter:
             check_token_ids("tree", draws.support, self._vocab_size)
         return tree
 
-    def _combined(self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits) -> TokenTree:
+    def _combined(
+        self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits, prices: DraftPrices
+    ) -> TokenTree:
+        sequence.mixed.places = ()
         if not trees:
             return TokenTree.root_only(sequence.tokens[-1])
-        tree = _cut_below(merge(trees), self._eos_token_ids)
-        return tree.pruned(min(sequence.budget, limits.max_nodes), limits.max_depth)
+        max_nodes = min(sequence.budget, limits.max_nodes)
+        if any(tree.draws is not None for tree in trees):  # what was drawn is ranked by its order alone
+            return _cut_below(merge(trees), self._eos_token_ids).pruned(max_nodes, limits.max_depth)
+        bounds = MixBounds(max_nodes, limits.max_depth, least=prices.node)
+        return self._mixture.mix(sequence.mixed, trees, bounds, is_greedy=sequence.is_greedy)
 
     def _guarded(
         self, source: DraftSource, sequence: DraftSequence, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
@@ -176,6 +225,20 @@ class Drafter:
         except Exception as error:
             _log.warning("draft source failed to close a sequence", source=source.name, error=repr(error))
         return None
+
+    def _record_visits(self, tree: TokenTree | None, tokens: Sequence[int]) -> None:
+        """Count by source how often the latest tree was right."""
+        if tree is None or tree.source_masks is None:
+            return
+        masks = tree.source_masks
+        for visit in visits(tree, tokens):
+            proposed = functools.reduce(operator.or_, (masks[child] for child in tree.children[visit.parent]))
+            for bit, source in enumerate(self._sources):
+                if proposed >> bit & 1:
+                    self._metrics.visits.labels(source.name).inc()
+                    self._metrics.right.labels(source.name).inc(
+                        visit.child is not None and masks[visit.child] >> bit & 1
+                    )
 
     def _record(self, trees: Sequence[TokenTree], elapsed_s: float) -> None:
         self._metrics.draft_seconds.observe(elapsed_s)

@@ -78,7 +78,7 @@ def build_drafter(config: SpeculatorConfig, identity: ModelIdentity, metrics: Sp
     eos_token_ids = frozenset(identity.eos_token_ids)
     settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, eos_token_ids)
     return Drafter(
-        build_sources(settings),
+        build_sources(settings, metrics),
         vocab_size=identity.vocab_size,
         eos_token_ids=eos_token_ids,
         limits=TreeLimits(config.max_nodes, config.max_depth),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.identity import check_tenant
+from treeserve_core.preset import Preset
 from treeserve_core.sampling import check_token_ids
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
 from treeserve_wire.codec import acceptance_rule_from_proto, sampling_from_proto
@@ -16,6 +18,7 @@ def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftS
     if not 0 <= msg.prompt_tokens <= len(msg.token_ids):
         raise InvalidArgumentError("prompt_tokens", f"{msg.prompt_tokens} of {len(msg.token_ids)} tokens")
     check_token_ids("token_ids", msg.token_ids, vocab_size)
+    check_tenant(msg.tenant)
     return DraftSequence(
         handle=msg.handle,
         tokens=list(msg.token_ids),
@@ -24,6 +27,9 @@ def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftS
         budget=msg.budget,
         traceparent=msg.traceparent,
         acceptance=acceptance_rule_from_proto(msg.acceptance),
+        tenant=msg.tenant,
+        # A newer verifier may know more of them: then the sequence begins as one that said nothing.
+        preset=next((preset for preset in Preset if preset == msg.preset), Preset.NONE),
     )
 
 

@@ -18,9 +18,17 @@ class SpeculatorMetrics:
         self.trees = counter("trees", "Trees drafted, those without a node included")
         self.empty_trees = counter("empty_trees", "Trees in which no source had an idea")
         self.nodes = counter("nodes", "Nodes drafted, by source; a node of two sources counts for both", "source")
+        self.source_seconds = counter("source_seconds", "Time spent in a draft source, for trees and commits", "source")
+        self.visits = counter(
+            "visits", "Nodes on the way of committed tokens below which a source had proposed something", "source"
+        )
+        self.right = counter("right", "Visits where what the source had proposed was right", "source")
         self.late_trees = counter("late_trees", "Trees dropped here because the sequence had moved on")
         self.rejections = counter("rejections", "Proposals the verifier refused, by status code", "code")
         self.source_failures = counter("source_failures", "Sequences a source failed on", "source")
+        self.source_faults = counter(
+            "source_faults", "What a source that is not built in got wrong, by reason", "source", "reason"
+        )
         self.protocol_errors = counter("protocol_errors", "Sequences dropped because an update made no sense")
         self.draft_seconds = Histogram(
             _PREFIX + "draft_seconds", "Time to draft one batch of trees", buckets=_DRAFT_SECONDS, registry=registry

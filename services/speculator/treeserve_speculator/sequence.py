@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import StaleBaseError
+from treeserve_core.preset import Preset
 from treeserve_core.sampling import SamplingParams
+from treeserve_core.tree import TokenTree
+from treeserve_speculator.mixture import MixedSequence
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,38 @@ class CommittedTokens:
     top_tokens: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class DraftPrices:
+    """What a verifier pays at present; zeros while it has not said.
+
+    Attributes:
+        token_us: time of plain decoding for one token of one sequence, microseconds.
+        node: cost of verifying one draft node, in tokens.
+    """
+
+    token_us: float = 0.0
+    node: float = 0.0
+
+
+UNPRICED = DraftPrices()
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How far a source that grows its tree level by level is to go.
+
+    Attributes:
+        depth: deepest level.
+        width: nodes expanded per level, and children of each.
+        least_mass: path probability that the nodes of a level must have together to be expanded: what a level costs,
+            in tokens.
+    """
+
+    depth: int
+    width: int
+    least_mass: float = 0.0
+
+
 @dataclass(eq=False)
 class DraftSequence:
     """One assigned sequence. Changed by its `Drafter` alone; sources read it and keep their own state in it.
@@ -38,6 +73,12 @@ class DraftSequence:
         budget: nodes the next tree may have, the root not counted.
         traceparent: W3C traceparent of the request's span; empty for none.
         acceptance: how the target will accept drafted tokens.
+        tenant: label of whom it is for: what is learnt from it may help sequences of that tenant alone, and none if
+            the label is empty.
+        preset: what kind of work the request says it is.
+        shapes: for some sources, by name, how far the next tree is to grow; others decide for themselves.
+        tree: the latest tree, until tokens are committed after its root.
+        mixed: what mixing the sources' trees has learnt of it.
         source_state: what each source remembers, by the source's name.
         disabled: names of sources that failed on this sequence.
     """
@@ -49,8 +90,18 @@ class DraftSequence:
     budget: int
     traceparent: str = ""
     acceptance: AcceptanceRule = AcceptanceRule.REPLAY
+    tenant: str = ""
+    preset: Preset = Preset.NONE
+    shapes: Mapping[str, TreeShape] = field(default_factory=dict)
+    tree: TokenTree | None = None
+    mixed: MixedSequence = field(default_factory=MixedSequence)
     source_state: dict[str, Any] = field(default_factory=dict)
     disabled: set[str] = field(default_factory=set)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is the one to guess: not so where the target draws with noise."""
+        return self.sampling.is_greedy or self.acceptance is AcceptanceRule.TYPICAL
 
     def advance(self, base_committed_len: int, token_ids: Sequence[int], budget: int) -> None:
         """Append committed tokens.

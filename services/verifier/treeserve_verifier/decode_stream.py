@@ -262,6 +262,7 @@ def _submission(message: verifier_pb2.SubmitSequence) -> Submission:
         stopping=codec.stopping_from_proto(message.stopping, max_tokens_default=0),
         limits=codec.limits_from_proto(message.speculation, message.service_level),
         traceparent=message.traceparent,
+        tenant=message.tenant,
     )
 
 

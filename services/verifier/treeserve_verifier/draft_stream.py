@@ -50,6 +50,8 @@ class DraftStream:
             traceparent=submission.traceparent,
             prompt_tokens=sequence.prompt_len,
             acceptance=codec.acceptance_rule_to_proto(submission.limits.acceptance.rule),
+            preset=submission.limits.preset,
+            tenant=submission.tenant,
         )
         self._wake.set()
 

@@ -16,6 +16,7 @@ from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator
 
 _PRIOR_SMOOTHING = 0.05  # the last twenty trees of all sequences
+_NEVER = 2**31
 _WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
 
 
@@ -149,6 +150,11 @@ class DraftDesk:
         """Whether a speculator of the sequence asked for the target's most probable tokens."""
         return any(seat.speculator.wants_top_tokens for seat in self._seats.get(sequence, ()))
 
+    def tokens_until_ask(self, sequence: Sequence) -> int:
+        """Tokens after which `committed` asks for a tree at the earliest."""
+        untold = (self._interval(seat) - len(sequence.tokens) + seat.told_len for seat in self._seats.get(sequence, ()))
+        return min(untold, default=_NEVER)
+
     def committed(
         self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...], spent: float = 0.0
     ) -> None:
@@ -164,8 +170,7 @@ class DraftDesk:
             if self._score(seat.pace, new, spent if seat.offered else None):
                 self._adapt(seat)
             self._move_along(seat, new)
-            # An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
-            if len(sequence.tokens) - seat.told_len >= (MAX_INTERVAL if seat.waits else seat.pace.interval):
+            if len(sequence.tokens) - seat.told_len >= self._interval(seat):
                 self._ask(sequence, seat)
 
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
@@ -244,6 +249,11 @@ class DraftDesk:
         speculator.eager -= pace.eager
         pace.adapt(gain_s * (speculator.eager + 1) > _WORTH * speculator.latency_s)
         speculator.eager += pace.eager
+
+    @staticmethod
+    def _interval(seat: _Seat) -> int:
+        # An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
+        return MAX_INTERVAL if seat.waits else seat.pace.interval
 
     def _ask(self, sequence: Sequence, seat: _Seat) -> None:
         """Ask for a tree, unless none would pay."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from treeserve_core.errors import UnavailableError
 from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.tree import TokenTree
 from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.interface import DeviceModel
@@ -47,6 +48,11 @@ class StepResult:
         """Whether the sequence's generation is complete with this."""
         return self.outcome is not None and self.outcome.finish_reason is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it emitted tokens and more may follow."""
+        return self.outcome is not None and self.outcome.finish_reason is None
+
 
 @dataclass(frozen=True)
 class ExecutedStep:
@@ -55,9 +61,32 @@ class ExecutedStep:
     results: tuple[StepResult, ...]
     forward_ms: float
 
+    @property
+    def rows(self) -> int:
+        """Rows of its forward pass."""
+        return sum(result.planned.rows for result in self.results)
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """Leave to follow a step with plain ones, which need neither a plan nor the event loop.
+
+    Attributes:
+        steps: at most so many; 0 for none.
+        may_go_on: asked in the engine's thread before each.
+    """
+
+    steps: int
+    may_go_on: Callable[[], bool]
+
+
+NO_PLAIN_RUN = PlainRun(0, lambda: False)
+
 
 class StepExecutor:
-    """Runs steps in the engine's own thread. KV of planned rows is reserved before, and committed or rolled back here.
+    """Runs steps in the engine's own thread.
+
+    KV of planned rows is reserved before, and committed or rolled back here. Plain steps after it reserve their own.
 
     Args:
         thread: an executor of one thread, the one in which the runner's model was loaded.
@@ -70,22 +99,38 @@ class StepExecutor:
         self._vocab_size = vocab_size
         self._device_model = runner.model if isinstance(runner.model, DeviceModel) else None
 
-    async def run(self, plan: StepPlan, top_tokens_for: frozenset[int], meanwhile: Callable[[], None]) -> ExecutedStep:
-        """Run one step; the event loop goes on meanwhile.
+    async def run(
+        self, plan: StepPlan, top_tokens_for: frozenset[int], meanwhile: Callable[[], None], then: PlainRun
+    ) -> list[ExecutedStep]:
+        """Run a step, and plain ones after it; the event loop goes on meanwhile.
 
         Args:
             plan: what to run.
             top_tokens_for: seq_ids whose speculators want the most probable tokens.
             meanwhile: called in the event loop once the step is under way: what it does delays nothing.
+            then: the plain steps. There are none after a sequence ended or failed, or where KV blocks are short.
         """
         loop = asyncio.get_running_loop()
 
-        def run() -> ExecutedStep:
+        def run() -> list[ExecutedStep]:
             # This thread holds the interpreter until the forward pass lets go of it; only then is `meanwhile` called.
             loop.call_soon_threadsafe(meanwhile)
-            return self._run(plan, top_tokens_for)
+            steps = [self._run(plan, top_tokens_for)]
+            while len(steps) <= then.steps and then.may_go_on() and self._reserve_next(steps[-1]):
+                steps.append(self._run(_plain_step_after(steps[-1]), top_tokens_for))
+            return steps
 
         return await loop.run_in_executor(self._thread, run)
+
+    def _reserve_next(self, step: ExecutedStep) -> bool:
+        """Reserve a position for every sequence of a step, if all of them go on and there is room."""
+        blocks = self._runner.blocks
+        seq_ids = [result.planned.sequence.seq_id for result in step.results if result.goes_on]
+        if len(seq_ids) < len(step.results) or len(seq_ids) > blocks.free_blocks:
+            return False
+        for seq_id in seq_ids:
+            blocks.reserve(seq_id, 1)
+        return True
 
     def _run(self, plan: StepPlan, top_tokens_for: frozenset[int]) -> ExecutedStep:
         start = time.perf_counter()
@@ -163,6 +208,16 @@ def forward_ms(runner: ModelRunner, rows: int) -> float:
     blocks.rollback(seq_id)
     blocks.free(seq_id)
     return elapsed * 1e3
+
+
+def _plain_step_after(step: ExecutedStep) -> StepPlan:
+    """Each sequence's last token alone."""
+    planned = []
+    for result in step.results:
+        assert result.outcome is not None  # all of them go on
+        root = TokenTree.root_only(result.outcome.token_ids[-1])
+        planned.append(PlannedSequence(result.planned.sequence, 1, root))
+    return StepPlan(tuple(planned))
 
 
 def _rows(planned: PlannedSequence, runner: ModelRunner) -> SequenceRows:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from opentelemetry import trace
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_core.identity import ModelIdentity
+from treeserve_core.identity import ModelIdentity, check_tenant
 from treeserve_core.outcome import SpeculationStats
 from treeserve_core.sampling import check_token_ids
 from treeserve_engine.accept import SequenceSampler
@@ -80,6 +80,7 @@ class Intake:
             raise InvalidArgumentError("prompt_token_ids", "is empty")
         for name in ("prompt_token_ids", "generated_token_ids"):
             check_token_ids(name, getattr(submission, name), self._identity.vocab_size)
+        check_tenant(submission.tenant)
         submission.sampling.check_vocab(self._identity.vocab_size)
         submission.stopping.check_vocab(self._identity.vocab_size)
         total = len(submission.prompt_token_ids) + submission.stopping.max_tokens

@@ -13,9 +13,9 @@ from treeserve_core.errors import UnavailableError
 from treeserve_core.proposal import DraftProposal
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.executor import ExecutedStep, StepExecutor, StepResult
+from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.planner import Candidate, StepPlan, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
@@ -42,6 +42,7 @@ class VerifyLoop:
 
     Args:
         clock: seconds, monotonic.
+        run_ahead_s: plain steps may run that long without this loop, if nothing changes.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class VerifyLoop:
         cost: CostModel,
         metrics: VerifierMetrics,
         clock: Callable[[], float],
+        run_ahead_s: float = 0.0,
     ) -> None:
+        self._run_ahead_s = run_ahead_s
         self._scheduler = scheduler
         self._desk = desk
         self._planner = planner
@@ -63,7 +66,7 @@ class VerifyLoop:
         self._clock = clock
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
-        self._uncounted: ExecutedStep | None = None
+        self._uncounted: list[ExecutedStep] = []
         self._draining = False
         self._idle = asyncio.Event()  # nothing is left while draining
         self.observers: list[Callable[[], None]] = []
@@ -133,15 +136,32 @@ class VerifyLoop:
             await asyncio.sleep(0)
             return
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
-        step = await self._executor.run(plan, wanting, self._catch_up)
+        steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan))
+        for step in steps:
+            self._settle_step(step)
+        self._uncounted += steps
+        if any(result.is_last for result in steps[-1].results):
+            self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
+
+    def _plain_run(self, plan: StepPlan) -> PlainRun:
+        """How many steps may follow this one unplanned: none that could differ if it were planned.
+
+        Tokens leave at intervals, so one interval may pass before this loop looks again; it is called back as soon as
+        anything changes, and in time to ask for the next tree.
+        """
+        until = self._clock() + self._run_ahead_s
+        is_plain = all(p.rows == 1 and p.tree is not None for p in plan.sequences)
+        if not is_plain or len(plan.sequences) < len(self._scheduler.running):
+            return NO_PLAIN_RUN
+        steps = min(self._desk.tokens_until_ask(p.sequence) for p in plan.sequences) - 1
+        return PlainRun(steps, lambda: not self._changed.is_set() and self._clock() < until)
+
+    def _settle_step(self, step: ExecutedStep) -> None:
         if step.forward_ms:
-            self._cost.observe(plan.rows, step.forward_ms)
-        self._uncounted = step
-        node_cost = self._planner.node_cost(plan)
+            self._cost.observe(step.rows, step.forward_ms)
+        node_cost = self._planner.node_cost(StepPlan(tuple(result.planned for result in step.results)))
         for result in step.results:
             self._settle(result, node_cost)
-        if any(result.is_last for result in step.results):
-            self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
 
     def _candidates(self) -> list[Candidate]:
         for sequence in self._scheduler.admit():
@@ -195,9 +215,9 @@ class VerifyLoop:
         self._notify()
 
     def _count(self) -> None:
-        if self._uncounted is not None:
-            self._metrics.count(self._uncounted, self._desk.source_names)
-            self._uncounted = None
+        steps, self._uncounted = self._uncounted, []
+        for step in steps:
+            self._metrics.count(step, self._desk.source_names)
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:

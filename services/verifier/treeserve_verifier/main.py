@@ -157,6 +157,7 @@ class Verifier:
             engine.cost,
             metrics,
             clock,
+            config.emit_interval_ms / 1e3,
         )
         intake = Intake(config, engine.identity, engine.tokenizer, tracer)
         decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)

@@ -20,6 +20,7 @@ class Submission:
     Attributes:
         generated_token_ids: output that exists already (a replay or a resume).
         traceparent: W3C trace context of the request's span; empty for none.
+        tenant: label of whom it is for; empty if nobody is known.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Submission:
     stopping: StoppingCriteria
     limits: SequenceLimits
     traceparent: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,11 @@ class SourceSettings:
     Attributes:
         vocab_size: token ids of the target's tokenizer; larger ids are padding and must not be proposed.
         tokenizer_hash: identity of that tokenizer.
+        name: under which the source is configured.
     """
 
     config: SpeculatorConfig
     vocab_size: int
     tokenizer_hash: str
     eos_token_ids: frozenset[int]
+    name: str = ""

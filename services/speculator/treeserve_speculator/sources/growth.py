@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,43 +22,78 @@ from treeserve_core.tree import TokenTree
 # Coupled scores are taken over this many of the most probable tokens: noise for a whole vocabulary costs milliseconds.
 _COUPLED_CANDIDATES = 1024
 
+Vocabulary = npt.NDArray[np.int64]
+
 
 def best_children(
-    logits: npt.NDArray[np.float32], sampling: SamplingParams, position: int, count: int
+    logits: npt.NDArray[np.float32],
+    sampling: SamplingParams,
+    position: int,
+    count: int,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[list[int], list[float]]:
+    """The children of one node; see `children_of_level`.
+
+    Args:
+        logits: float32[N].
+    """
+    return children_of_level(logits[None], sampling, position, count, vocabulary)[0]
+
+
+def children_of_level(
+    logits: npt.NDArray[np.float32],
+    sampling: SamplingParams,
+    position: int,
+    count: int,
+    vocabulary: Vocabulary | None = None,
+) -> list[tuple[list[int], list[float]]]:
     """The tokens most likely to be drawn at a position, best first (lowest id on ties), with log-probabilities.
 
     Greedy requests take the top of q. Others are coupled: the target draws with noise that is known here, so the top of
     log q + noise is what it would draw if it were this model, and the softmax of those scores says how surely.
 
     Args:
-        logits: float32[vocab] without padding.
+        logits: float32[nodes, N] without padding, of nodes of one level.
         position: absolute position of the token to draw: the length of the prefix before it.
+        vocabulary: int64[N], ascending: the target's id of each output; None where they are the same.
+
+    Returns:
+        For each node the target's ids and their log-probabilities.
     """
+    local = _top_ids(logits, count if sampling.is_greedy else max(count, _COUPLED_CANDIDATES))
+    ids = local if vocabulary is None else vocabulary[local]
+    top = np.take_along_axis(logits, local, 1).astype(np.float64)
     if sampling.is_greedy:
-        ids = _top_ids(logits, count)
-        scores = logits.astype(np.float64)
-        total = _log_sum_exp(scores)
-        scores = scores[ids]
+        scores, totals = top, _log_sum_exp(logits)
     else:
-        ids = _top_ids(logits, max(count, _COUPLED_CANDIDATES))
-        scores = logits[ids].astype(np.float64) / sampling.temperature + gumbel(sampling.seed, position, ids)
-        total = _log_sum_exp(scores)
-    order = np.lexsort((ids, -scores))[:count]
-    return ids[order].tolist(), np.minimum(scores[order] - total, 0.0).tolist()
+        scores = top / sampling.temperature + gumbel(sampling.seed, position, ids.ravel()).reshape(ids.shape)
+        totals = _log_sum_exp(scores)
+    children = []
+    for row_ids, row_scores, total in zip(ids, scores, totals.tolist(), strict=True):
+        order = np.lexsort((row_ids, -row_scores))[:count]
+        children.append((row_ids[order].tolist(), np.minimum(row_scores[order] - total, 0.0).tolist()))
+    return children
 
 
-def draw_children(logits: npt.NDArray[np.float32], sampling: SamplingParams, position: int, count: int) -> Draws:
+def draw_children(
+    logits: npt.NDArray[np.float32],
+    sampling: SamplingParams,
+    position: int,
+    count: int,
+    vocabulary: Vocabulary | None = None,
+) -> Draws:
     """`count` independent draws of the token at a position, from the most probable ones at the request's temperature.
 
     Nothing here may depend on the noise with which the target decides; the draws have a stream of their own.
 
     Args:
-        logits: float32[vocab] without padding.
+        logits: float32[N] without padding.
         position: absolute position of the token to draw.
+        vocabulary: see `children_of_level`.
     """
-    ids = _top_ids(logits, MAX_SUPPORT)
-    scores = logits[ids].astype(np.float64) / sampling.temperature
+    local = _top_ids(logits[None], MAX_SUPPORT)[0]
+    ids = local if vocabulary is None else vocabulary[local]
+    scores = logits[local].astype(np.float64) / sampling.temperature
     weights = np.exp(scores - scores.max())
     travelling = (weights / weights.sum()).astype(np.float32)  # as the verifier will see them
     ids, travelling = ids[travelling > 0.0], travelling[travelling > 0.0]
@@ -68,14 +104,19 @@ def draw_children(logits: npt.NDArray[np.float32], sampling: SamplingParams, pos
 
 
 def _top_ids(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    if count >= len(logits):
-        return np.arange(len(logits))
-    return np.argpartition(logits, -count)[-count:].astype(np.int64)
+    """Indices of the largest logits of each row, in any order: int64[rows, count]."""
+    rows, outputs = logits.shape
+    if count >= outputs:
+        return np.broadcast_to(np.arange(outputs), (rows, outputs))
+    return np.argpartition(logits, -count, axis=1)[:, -count:].astype(np.int64)
 
 
-def _log_sum_exp(scores: npt.NDArray[np.float64]) -> float:
-    highest = float(scores.max())
-    return highest + math.log(float(np.exp(scores - highest).sum()))
+def _log_sum_exp(scores: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Of each row: float64[rows]."""
+    highest = scores.max(1, keepdims=True)
+    sums = np.exp(scores - highest).sum(1, dtype=np.float64)
+    totals: npt.NDArray[np.float64] = highest[:, 0] + np.log(sums)
+    return totals
 
 
 @dataclass(frozen=True)

@@ -4,89 +4,110 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Mapping, Sequence
 
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
+from treeserve_speculator.sources.tenants import TenantMemories
 
 # Estimated probability of each rank. The rows are up to a whole conversation old, hence far from certain.
 _RANK_LOG_PROBS = tuple(map(math.log, (0.45, 0.15, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)))
 _TOP = len(_RANK_LOG_PROBS)
-_EMPTY = -1
+
+
+class _Table:
+    """One tenant's next tokens (a `Memory`): for each token the row that was seen last, the oldest rows first."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def add(self, item: tuple[int, tuple[int, ...]]) -> None:
+        token_id, row = item
+        self.rows.pop(token_id, None)
+        self.rows[token_id] = row
+
+    def forget_oldest(self) -> None:
+        del self.rows[next(iter(self.rows))]
 
 
 class RecyclingSource:
-    """One table of next tokens for all sequences of this process; trees grow best-first by rank.
+    """A table of next tokens for all sequences of a tenant; trees grow best-first by rank.
+
+    A sequence whose tenant is not known has a table of its own.
 
     Args:
-        vocab_size: rows of the table, made when the first top tokens arrive (32 bytes each).
+        vocab_size: ids from here on are padding.
         max_depth: deepest node; ranks say little far from the root.
+        max_shared_rows: bound of all tenants' tables, some 400 bytes a row.
     """
 
     name = "recycling"
     wants_top_tokens = True
 
-    def __init__(self, vocab_size: int, max_depth: int = 6) -> None:
+    def __init__(self, vocab_size: int, max_depth: int = 6, max_shared_rows: int = 200_000) -> None:
         self._vocab_size = vocab_size
         self._max_depth = max_depth
-        self._table: npt.NDArray[np.int32] | None = None
+        self._shared = TenantMemories(_Table, max_shared_rows)
 
     def open(self, state: DraftSequence) -> None:
-        """Nothing to keep per sequence."""
+        """Make a table if the sequence can use no other."""
+        if not state.tenant:
+            state.source_state[self.name] = _Table()
 
     def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
         """Remember the top tokens under the token that precedes each new one."""
         first = len(state.tokens) - len(new_tokens)
         for i, top in enumerate(top_tokens[: len(new_tokens)]):
             if first + i > 0 and top:
-                self._remember(state.tokens[first + i - 1], top)
+                known = tuple([t for t in dict.fromkeys(top) if t < self._vocab_size][:_TOP])
+                self._remember(state, (state.tokens[first + i - 1], known))
 
-    def _remember(self, token_id: int, top: Sequence[int]) -> None:
-        if self._table is None:
-            self._table = np.full((self._vocab_size, _TOP), _EMPTY, dtype=np.int32)
-        known = [t for t in dict.fromkeys(top) if t < self._vocab_size][:_TOP]
-        self._table[token_id] = known + [_EMPTY] * (_TOP - len(known))
+    def _remember(self, state: DraftSequence, row: tuple[int, tuple[int, ...]]) -> None:
+        if state.tenant:
+            self._shared.add(state.tenant, row)
+        else:
+            state.source_state[self.name].add(row)
 
     def propose(self, state: DraftSequence, budget: int) -> TokenTree | None:
         """The `budget` most probable nodes by the product of rank probabilities; None after an unknown token."""
-        if self._table is None:
+        table = self._shared.find(state.tenant) if state.tenant else state.source_state[self.name]
+        if table is None:
             return None
         token_ids, parents, log_probs = [state.tokens[-1]], [-1], [0.0]
         # (-path log-probability, parent, rank, depth, token); rank r + 1 enters when rank r leaves, so it stays small.
-        heap: list[tuple[float, int, int, int, int]] = []
-        self._push(heap, 0.0, 0, token_ids[0], 0, 1)
+        heap: _Heap = []
+        _push(heap, table.rows, 0.0, 0, token_ids[0], 0, 1)
         while heap and len(token_ids) <= budget:
             cost, parent, rank, depth, token_id = heapq.heappop(heap)
             node = len(token_ids)
             token_ids.append(token_id)
             parents.append(parent)
             log_probs.append(_RANK_LOG_PROBS[rank])
-            self._push(heap, cost + _RANK_LOG_PROBS[rank], parent, token_ids[parent], rank + 1, depth)
+            _push(heap, table.rows, cost + _RANK_LOG_PROBS[rank], parent, token_ids[parent], rank + 1, depth)
             if depth < self._max_depth:
-                self._push(heap, cost, node, token_id, 0, depth + 1)
+                _push(heap, table.rows, cost, node, token_id, 0, depth + 1)
         return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs)) if len(token_ids) > 1 else None
 
-    def _push(
-        self,
-        heap: list[tuple[float, int, int, int, int]],
-        cost: float,
-        parent: int,
-        token_id: int,
-        rank: int,
-        depth: int,
-    ) -> None:
-        """Offer the `rank`-th child of a node that carries `token_id` and whose path costs `cost`."""
-        if rank < _TOP and self._table is not None:
-            child = int(self._table[token_id, rank])
-            if child != _EMPTY:
-                heapq.heappush(heap, (cost - _RANK_LOG_PROBS[rank], parent, rank, depth, child))
-
     def close(self, state: DraftSequence) -> None:
-        """Nothing was kept per sequence."""
+        """Drop the sequence's own table."""
+        state.source_state.pop(self.name, None)
+
+
+_Heap = list[tuple[float, int, int, int, int]]
+
+
+def _push(
+    heap: _Heap, rows: Mapping[int, tuple[int, ...]], cost: float, parent: int, token_id: int, rank: int, depth: int
+) -> None:
+    """Offer the `rank`-th child of a node that carries `token_id` and whose path costs `cost`."""
+    row = rows.get(token_id, ())
+    if rank < len(row):
+        heapq.heappush(heap, (cost - _RANK_LOG_PROBS[rank], parent, rank, depth, row[rank]))
 
 
 def build(settings: SourceSettings) -> RecyclingSource:

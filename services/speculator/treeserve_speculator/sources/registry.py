@@ -1,39 +1,104 @@
-"""Draft sources by name: the built-in ones, and any factory named ``package.module:factory``."""
+"""Draft sources by name: built-in ones, installed ones (entry points), and code named ``package.module:attribute``."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import cast
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_speculator.config import SSM, SSMS
+from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
+from treeserve_speculator.sources.isolated import IsolatedSource, Isolation
+from treeserve_speculator.sources.user_function import FunctionSource
 
-# Modules, not classes: a source's imports (torch for the draft model) are paid only where it is configured.
-_BUILT_IN = {name: f"treeserve_speculator.sources.{name}:build" for name in ("ngram", "suffix", "recycling", "ssm")}
+ENTRY_POINTS = "treeserve.draft_sources"
+
+# Modules with a factory `build`; their imports (torch for the draft model) are paid only where they are configured.
+_BUILT_IN = ("ngram", "suffix", "recycling", *SSMS, "corpus")
 
 
-def build_sources(settings: SourceSettings) -> tuple[DraftSource, ...]:
+def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = None) -> tuple[DraftSource, ...]:
     """Build the configured sources in order.
 
-    A factory takes the `SourceSettings` and returns a `DraftSource`.
+    A name is that of a built-in source, of an entry point in the group `treeserve.draft_sources`, or
+    ``package.module:attribute``. What the latter two lead to is told apart by its required positional parameters:
+
+    - one: a factory (a class, too). It takes the `SourceSettings` and returns a `DraftSource`.
+    - two: a user function, ``f(token_ids, budget)``, which returns candidate continuations (see `UserFunction`).
+
+    Such a source runs isolated: it can cost time, and nothing else.
+
+    Args:
+        metrics: where failures of isolated sources are counted.
 
     Raises:
-        InvalidArgumentError: for a name that is neither built in nor leads to a factory, or two sources of one name.
+        InvalidArgumentError: for a name that leads to no source, or two sources of one name.
     """
-    sources = tuple(_build(name, settings) for name in settings.config.source_names)
+    metrics = metrics or SpeculatorMetrics(CollectorRegistry())
+    sources = tuple(_build(name, settings, metrics) for name in settings.config.source_names)
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise InvalidArgumentError("sources", f"two of them call themselves the same: {', '.join(names)}")
     return sources
 
 
-def _build(name: str, settings: SourceSettings) -> DraftSource:
-    module_name, _, factory_name = _BUILT_IN.get(name, name).partition(":")
-    if not factory_name:
-        known = ", ".join(_BUILT_IN)
-        raise InvalidArgumentError("sources", f"{name!r} is neither one of {known} nor a package.module:factory")
+def _build(name: str, settings: SourceSettings, metrics: SpeculatorMetrics) -> DraftSource:
+    entry = _entry(name)
+    found = _loaded(name, entry)
+    if name in _BUILT_IN:
+        return cast(DraftSource, found(replace(settings, name=name)))
+    make = _maker(entry.name, found, settings)
+    isolation = Isolation(settings.config.source_budget_ms / 1e3)
     try:
-        factory = getattr(import_module(module_name), factory_name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidArgumentError("sources", f"{name!r} cannot be loaded: {error}") from error
-    return cast(DraftSource, factory(settings))
+        return IsolatedSource(make(), make, vocab_size=settings.vocab_size, metrics=metrics, isolation=isolation)
+    except Exception as error:
+        raise InvalidArgumentError("sources", f"{name!r} cannot be built: {error!r}") from error
+
+
+def _entry(name: str) -> EntryPoint:
+    if name in _BUILT_IN:
+        module = SSM if name in SSMS else name
+        return EntryPoint(name, f"treeserve_speculator.sources.{module}:build", ENTRY_POINTS)
+    installed = entry_points(group=ENTRY_POINTS)
+    if name in installed.names:
+        return installed[name]
+    if ":" not in name:
+        known = ", ".join((*_BUILT_IN, *sorted(installed.names)))
+        raise InvalidArgumentError("sources", f"{name!r} is neither one of {known} nor a package.module:attribute")
+    return EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS)
+
+
+def _loaded(name: str, entry: EntryPoint) -> Callable[..., Any]:
+    try:
+        found = entry.load()
+    except Exception as error:  # importing runs whatever the module holds
+        raise InvalidArgumentError("sources", f"{name!r} cannot be loaded: {error!r}") from error
+    if not callable(found):
+        raise InvalidArgumentError("sources", f"{name!r} is neither a function nor a class")
+    return cast(Callable[..., Any], found)
+
+
+def _maker(name: str, found: Callable[..., Any], settings: SourceSettings) -> Callable[[], DraftSource]:
+    required = _required_parameters(name, found)
+    if required == 1:
+        return lambda: cast(DraftSource, found(settings))
+    if required == 2:
+        return lambda: FunctionSource(name, found, settings.vocab_size)
+    raise InvalidArgumentError(
+        "sources", f"{name!r} takes {required} arguments: a factory takes 1 (the settings), a user function 2"
+    )
+
+
+def _required_parameters(name: str, found: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError("sources", f"{name!r} does not say what it takes: {error}") from error
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,6 +1,6 @@
 """Drafts with a small language model: level by level, all sequences and all nodes of a level in one forward pass.
 
-The only module of the speculator that loads a model; it is imported when one is configured.
+It is imported when a draft model is configured, and with it what loads one.
 """
 
 from __future__ import annotations
@@ -8,32 +8,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import BITS_PER_WORD, TokenTree
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.interface import Model
-from treeserve_engine.loading import load_model
-from treeserve_engine.memory_limits import available_bytes
-from treeserve_engine.memory_plan import MemoryPlan, ModelSizes, megabytes
-from treeserve_engine.precision import AUTO, choose_precision
 from treeserve_engine.runner import ModelRunner
-from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.config import SSM
+from treeserve_speculator.draft_model import BLOCK_SIZE, load_trained_model, load_whole_model, num_blocks
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
-from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, best_children, draw_children
-from treeserve_text.tokenizer import Tokenizer
-
-_BLOCK_SIZE = 16
-_TYPICAL_ROWS = 256  # of a large pass: two chunks of catching up, or trees for many sequences
-
-_log = structlog.get_logger(__name__)
+from treeserve_speculator.sources.growth import (
+    GrowthLimits,
+    TreeGrowth,
+    Vocabulary,
+    children_of_level,
+    draw_children,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,7 @@ class SsmLimits:
     Attributes:
         vocab_size: ids that both models know; no other is read or proposed.
         max_position: tokens the draft model's context window holds.
+        cut_prefix: left out of the model's context where a sequence begins with it.
         depth: levels grown.
         width: nodes expanded per level, and children of each.
         min_probability: least path probability of an expanded node.
@@ -52,6 +47,7 @@ class SsmLimits:
 
     vocab_size: int
     max_position: int
+    cut_prefix: tuple[int, ...] = ()
     depth: int = 6
     width: int = 6
     min_probability: float = 0.03
@@ -124,9 +120,14 @@ class _Draft:
 
 @dataclass(eq=False)
 class _Cached:
-    """A sequence in the draft model's cache. While `draft` is set, its rows are reserved."""
+    """A sequence in the draft model's cache. While `draft` is set, its rows are reserved.
+
+    Attributes:
+        cut: tokens at its beginning that are left out.
+    """
 
     seq_id: int
+    cut: int
     draft: _Draft | None = None
 
 
@@ -150,18 +151,34 @@ class SsmSource:
     A sequence that finds no room in the cache, or leaves the model's window or vocabulary, gets no trees.
     """
 
-    name = "ssm"
     wants_top_tokens = False
 
-    def __init__(self, runner: ModelRunner, limits: SsmLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: SsmLimits,
+        eos_token_ids: frozenset[int],
+        *,
+        vocabulary: Vocabulary | None = None,
+        name: str = SSM,
+    ) -> None:
+        """Draft with the model of `runner`.
+
+        Args:
+            vocabulary: int64[N], ascending: the target's id of each output; None where they are the same.
+        """
+        self.name = name
         self._runner = runner
         self._limits = limits
+        self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._seq_ids = itertools.count()
 
     def open(self, state: DraftSequence) -> None:
         """Note the sequence; it is computed when a tree is wanted."""
-        cached = state.source_state[self.name] = _Cached(next(self._seq_ids))
+        prefix = self._limits.cut_prefix
+        is_cut = len(state.tokens) > len(prefix) and tuple(state.tokens[: len(prefix)]) == prefix
+        cached = state.source_state[self.name] = _Cached(next(self._seq_ids), len(prefix) if is_cut else 0)
         self._runner.blocks.add(cached.seq_id)
 
     def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
@@ -192,8 +209,8 @@ class SsmSource:
     def _job(self, state: DraftSequence, budget: int) -> _Job | None:
         cached: _Cached = state.source_state[self.name]
         self._keep_accepted(state, cached)
-        depth = min(self._limits.depth, self._limits.max_position - len(state.tokens) + 1)
-        missing = state.tokens[self._runner.blocks.computed_len(cached.seq_id) :]
+        depth = min(self._limits.depth, self._limits.max_position - (len(state.tokens) - cached.cut) + 1)
+        missing = self._unseen(state, cached)
         width = min(budget, self._limits.width)
         job = _Job(state, cached, GrowthLimits(budget, depth, width, self._limits.min_probability))
         fits = depth >= 1 and max(missing) < self._limits.vocab_size
@@ -207,8 +224,7 @@ class SsmSource:
         if cached.draft is None:
             return
         rows = cached.draft.rows_along(state.tokens[cached.draft.base_len :])
-        missing = len(state.tokens) - 1 - self._runner.blocks.computed_len(cached.seq_id)
-        self._runner.commit(cached.seq_id, rows[:missing])
+        self._runner.commit(cached.seq_id, rows[: len(self._unseen(state, cached)) - 1])
         cached.draft = None
 
     def _forget(self, cached: _Cached) -> None:
@@ -217,30 +233,30 @@ class SsmSource:
         self._runner.blocks.add(cached.seq_id)
         cached.draft = None
 
-    def _unseen(self, job: _Job) -> list[int]:
+    def _unseen(self, state: DraftSequence, cached: _Cached) -> list[int]:
         """Committed tokens the model has not seen, the root among them."""
-        return job.state.tokens[self._runner.blocks.computed_len(job.cached.seq_id) :]
+        return state.tokens[cached.cut + self._runner.blocks.computed_len(cached.seq_id) :]
 
     def _caught_up(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Prefill in chunks; the jobs for which at most a chunk is left, to go with the root."""
         chunk_tokens = self._limits.chunk_tokens
         for _ in range(self._limits.chunks_per_call):
-            behind = [job for job in jobs if len(self._unseen(job)) > chunk_tokens]
+            behind = [job for job in jobs if len(self._unseen(job.state, job.cached)) > chunk_tokens]
             behind = [job for job in behind if self._reserve(job, chunk_tokens)]
             if not behind:
                 break
-            chunks = [(job.cached.seq_id, self._unseen(job)[:chunk_tokens]) for job in behind]
+            chunks = [(job.cached.seq_id, self._unseen(job.state, job.cached)[:chunk_tokens]) for job in behind]
             self._runner.forward([SequenceRows.from_chain(seq_id, chunk, logits_rows=[]) for seq_id, chunk in chunks])
             for seq_id, chunk in chunks:
                 self._runner.commit(seq_id, range(len(chunk)))
-        return [job for job in jobs if len(self._unseen(job)) <= chunk_tokens]
+        return [job for job in jobs if len(self._unseen(job.state, job.cached)) <= chunk_tokens]
 
     def _grow(self, jobs: Sequence[_Job]) -> dict[_Job | None, _Draft]:
         """Grow a tree for every job that finds room."""
         drafts: dict[_Job | None, _Draft] = {}
         rows: dict[_Job, SequenceRows] = {}
         for job in jobs:
-            chain = self._unseen(job)
+            chain = self._unseen(job.state, job.cached)
             if self._reserve(job, len(chain) + job.tree_rows):
                 growth = TreeGrowth(chain[-1], job.limits, self._eos_token_ids)
                 drafts[job] = job.cached.draft = _Draft.begin(growth, len(job.state.tokens), chain)
@@ -253,17 +269,19 @@ class SsmSource:
         return drafts
 
     def _expand(self, job: _Job, draft: _Draft, logits: npt.NDArray[np.float32]) -> None:
-        """Give every node of the level its children. logits: float32[nodes of the level, padded vocabulary]."""
+        """Give every node of the level its children. logits: float32[nodes of the level, padded outputs]."""
         sampling, rule, growth = job.state.sampling, job.state.acceptance, draft.growth
         if rule is AcceptanceRule.TYPICAL:  # probable tokens pass, whatever the noise would have drawn
             sampling = replace(sampling, temperature=0.0)
-        for node, row in zip(draft.level, logits, strict=True):
-            row, position = row[: self._limits.vocab_size], draft.base_len + growth.depths[node]
-            if rule is AcceptanceRule.MULTI_STEP and not sampling.is_greedy:
+        logits, position = logits[:, : self._limits.vocab_size], draft.base_len + growth.depths[draft.level[0]]
+        if rule is AcceptanceRule.MULTI_STEP and not sampling.is_greedy:
+            for node, row in zip(draft.level, logits, strict=True):
                 count = growth.num_draws(node, job.limits.width)
-                growth.expand_by(node, draw_children(row, sampling, position, count))
-            else:
-                growth.expand(node, *best_children(row, sampling, position, job.limits.width))
+                growth.expand_by(node, draw_children(row, sampling, position, count, self._vocabulary))
+            return
+        found = children_of_level(logits, sampling, position, job.limits.width, self._vocabulary)
+        for node, (token_ids, log_probs) in zip(draft.level, found, strict=True):
+            growth.expand(node, token_ids, log_probs)
 
     def _reserve(self, job: _Job, rows: int) -> bool:
         """Reserve rows; false, and the sequence forgotten, if others have taken the room meanwhile."""
@@ -282,49 +300,24 @@ def _words(masks: Sequence[int], num_bits: int) -> npt.NDArray[np.uint64]:
 
 
 def build(settings: SourceSettings) -> SsmSource:
-    """The source as configured.
+    """The source as configured: with the whole model of `ssm_folder`, or a trained one of `drafter_folder`.
 
     Raises:
         InvalidArgumentError: if the draft model's token ids do not mean the target's, or it is not supported.
     """
-    config = settings.config
-    folder = config.ssm_folder
-    if folder is None:
-        raise InvalidArgumentError("ssm_folder", "the ssm source needs the folder of a draft model")
-    if Tokenizer.from_folder(folder).hash != settings.tokenizer_hash:
-        raise InvalidArgumentError("ssm_folder", f"the tokenizer of {folder.name} is not the target's")
-    num_blocks = -(-config.ssm_kv_tokens // _BLOCK_SIZE)
-    model = _load(config, folder, num_blocks)
-    runner = ModelRunner(model, num_blocks, _BLOCK_SIZE)
+    config, name = settings.config, settings.name or SSM
+    if name == SSM and config.ssm_folder is not None:
+        loaded = load_whole_model(settings, config.ssm_folder)
+    elif config.drafter_folder is not None:
+        loaded = load_trained_model(settings, name, config.drafter_folder)
+    else:
+        raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
     limits = SsmLimits(
-        vocab_size=min(settings.vocab_size, model.config.vocab_size),
-        max_position=model.config.max_position_embeddings,
+        vocab_size=loaded.vocab_size,
+        max_position=loaded.model.config.max_position_embeddings,
+        cut_prefix=loaded.cut_prefix,
         depth=min(config.ssm_depth, config.max_depth),
+        width=config.ssm_width,
     )
-    return SsmSource(runner, limits, settings.eos_token_ids)
-
-
-def _load(config: SpeculatorConfig, folder: Path, num_blocks: int) -> Model:
-    """The draft model, if it and its KV cache fit into memory."""
-    device = _device()
-    precision = choose_precision(folder, config.ssm_dtype, AUTO, device)
-    plan = MemoryPlan.of(
-        ModelSizes.of(folder),
-        precision,
-        device=device,
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
-        rows=_TYPICAL_ROWS,
-    )
-    available = available_bytes(device)
-    _log.info("draft model", dtype=precision.dtype, **plan.table(), available=megabytes(available))
-    plan.check(available, "ssm_kv_tokens")
-    return load_model(folder, dtype=precision.dtype, device=device, threads=config.threads, cache_dir=config.cache_dir)
-
-
-def _device() -> str:
-    if not Path("/dev/nvidiactl").exists():
-        return "cpu"
-    import torch  # to ask it is worth the while only where there may be a GPU
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    runner = ModelRunner(loaded.model, num_blocks(config), BLOCK_SIZE)
+    return SsmSource(runner, limits, settings.eos_token_ids, vocabulary=loaded.vocabulary, name=name)

@@ -14,6 +14,10 @@ class TrieNode:
         self.count = 0
         self.children: dict[int, TrieNode] | None = None  # most nodes are leaves: no dict until one is needed
 
+    def followers(self) -> list[tuple[int, int, TrieNode]]:
+        """Each token that followed, how often, and the substring with it."""
+        return [(token_id, child.count, child) for token_id, child in (self.children or {}).items()]
+
     def child(self, token_id: int) -> TrieNode | None:
         """The substring one token longer, or None if it never occurred."""
         return None if self.children is None else self.children.get(token_id)

@@ -247,6 +247,7 @@ class SpeculationOptions(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TYPICAL_EPSILON_FIELD_NUMBER: _builtins.int
     TYPICAL_DELTA_FIELD_NUMBER: _builtins.int
+    PRESET_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decode plainly: one token a step. Excludes any acceptance rule but replay."""
     max_nodes: _builtins.int
@@ -259,6 +260,10 @@ class SpeculationOptions(_message.Message):
     """
     typical_delta: _builtins.float
     """Range (0, 1]; unset means 0.3."""
+    preset: _builtins.str
+    """What kind of work it is: code, chat, summary, translation or creative; empty for none of them. Drafting begins with
+    what usually suits that and goes on with what it learns: a preset costs or saves time, and never changes a token.
+    """
     def __init__(
         self,
         *,
@@ -267,10 +272,11 @@ class SpeculationOptions(_message.Message):
         acceptance: Global___AcceptanceRule.ValueType = ...,
         typical_epsilon: _builtins.float | None = ...,
         typical_delta: _builtins.float | None = ...,
+        preset: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "disabled", b"disabled", "max_nodes", b"max_nodes", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "acceptance", b"acceptance", "disabled", b"disabled", "max_nodes", b"max_nodes", "preset", b"preset", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__typical_delta: _TypeAlias = _typing.Literal["typical_delta"]  # noqa: Y015
     _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta"]  # noqa: Y015

@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from treeserve.common.v1 import common_pb2 as treeserve_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treeserve/verifier/v1/verifier.proto\x12\x15treeserve.verifier.v1\x1a\x17google/rpc/status.proto\x1a treeserve/common/v1/common.proto\"R\n\x0b\x44\x65\x63odeHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x16\n\x0einitial_credit\x18\x03 \x01(\r\"\xf2\x01\n\rDecodeWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x05model\x18\x03 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\rmax_sequences\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12=\n\x10\x61\x63\x63\x65ptance_rules\x18\x07 \x03(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"\xec\x02\n\x0eSubmitSequence\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x04 \x03(\r\x12\x39\n\x08sampling\x18\x05 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x37\n\x08stopping\x18\x06 \x01(\x0b\x32%.treeserve.common.v1.StoppingCriteria\x12<\n\x0bspeculation\x18\x07 \x01(\x0b\x32\'.treeserve.common.v1.SpeculationOptions\x12\x38\n\rservice_level\x18\x08 \x01(\x0b\x32!.treeserve.common.v1.ServiceLevel\x12\x13\n\x0btraceparent\x18\t \x01(\t\"B\n\x06Submit\x12\x38\n\tsequences\x18\x01 \x03(\x0b\x32%.treeserve.verifier.v1.SubmitSequence\"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\x18\n\x06\x43redit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"\xe0\x01\n\rDecodeRequest\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".treeserve.verifier.v1.DecodeHelloH\x00\x12/\n\x06submit\x18\x02 \x01(\x0b\x32\x1d.treeserve.verifier.v1.SubmitH\x00\x12/\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CancelH\x00\x12/\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame\"\xb5\x01\n\x0bSequenceEnd\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.treeserve.common.v1.SpeculationStats\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\xae\x01\n\x0eSequenceTokens\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x38\n\tlog_probs\x18\x04 \x03(\x0b\x32%.treeserve.common.v1.PositionLogProbs\x12/\n\x03\x65nd\x18\x05 \x01(\x0b\x32\".treeserve.verifier.v1.SequenceEnd\"F\n\nTokenBatch\x12\x38\n\tsequences\x18\x01 \x03(\x0b\x32%.treeserve.verifier.v1.SequenceTokens\"q\n\nLoadReport\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x13\n\x0bspeculators\x18\x05 \x01(\r\"\xba\x01\n\x0e\x44\x65\x63odeResponse\x12\x37\n\x07welcome\x18\x01 \x01(\x0b\x32$.treeserve.verifier.v1.DecodeWelcomeH\x00\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32!.treeserve.verifier.v1.TokenBatchH\x00\x12\x31\n\x04load\x18\x03 \x01(\x0b\x32!.treeserve.verifier.v1.LoadReportH\x00\x42\x07\n\x05\x66rame\"\xf2\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rspeculator_id\x18\x02 \x01(\t\x12\x31\n\x05model\x18\x03 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x0f\n\x07sources\x18\x04 \x03(\t\x12\x16\n\x0einitial_credit\x18\x05 \x01(\r\x12\x18\n\x10wants_top_tokens\x18\x06 \x01(\x08\x12=\n\x10\x61\x63\x63\x65ptance_rules\x18\x07 \x03(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"{\n\x0c\x44raftWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x16\n\x0einitial_credit\x18\x05 \x01(\r\"N\n\tNodeDraws\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07support\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x03(\x02\"\xca\x01\n\x0cTreeProposal\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1a\n\x12\x62\x61se_committed_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x11\x12\x11\n\tlog_probs\x18\x05 \x03(\x02\x12\x14\n\x0csource_masks\x18\x06 \x03(\r\x12\x10\n\x08\x64raft_us\x18\x07 \x01(\r\x12/\n\x05\x64raws\x18\x08 \x03(\x0b\x32 .treeserve.verifier.v1.NodeDraws\"C\n\tProposals\x12\x36\n\tproposals\x18\x01 \x03(\x0b\x32#.treeserve.verifier.v1.TreeProposal\"\xb3\x01\n\x0c\x44raftRequest\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.treeserve.verifier.v1.DraftHelloH\x00\x12\x35\n\tproposals\x18\x02 \x01(\x0b\x32 .treeserve.verifier.v1.ProposalsH\x00\x12/\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame\"\x1e\n\tTopTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xdf\x01\n\nAssignment\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\x08sampling\x18\x03 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x37\n\nacceptance\x18\x07 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"\x8d\x01\n\x06\x43ommit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1a\n\x12\x62\x61se_committed_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x34\n\ntop_tokens\x18\x05 \x03(\x0b\x32 .treeserve.verifier.v1.TopTokens\"\x87\x01\n\x0b\x44raftUpdate\x12\x36\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32!.treeserve.verifier.v1.Assignment\x12.\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x1d.treeserve.verifier.v1.Commit\x12\x10\n\x08released\x18\x03 \x03(\r\"?\n\tRejection\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"B\n\nRejections\x12\x34\n\nrejections\x18\x01 \x03(\x0b\x32 .treeserve.verifier.v1.Rejection\"\xf0\x01\n\rDraftResponse\x12\x36\n\x07welcome\x18\x01 \x01(\x0b\x32#.treeserve.verifier.v1.DraftWelcomeH\x00\x12\x34\n\x06update\x18\x02 \x01(\x0b\x32\".treeserve.verifier.v1.DraftUpdateH\x00\x12\x37\n\nrejections\x18\x03 \x01(\x0b\x32!.treeserve.verifier.v1.RejectionsH\x00\x12/\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame2\xc4\x01\n\x0fVerifierService\x12Y\n\x06\x44\x65\x63ode\x12$.treeserve.verifier.v1.DecodeRequest\x1a%.treeserve.verifier.v1.DecodeResponse(\x01\x30\x01\x12V\n\x05\x44raft\x12#.treeserve.verifier.v1.DraftRequest\x1a$.treeserve.verifier.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treeserve/verifier/v1/verifier.proto\x12\x15treeserve.verifier.v1\x1a\x17google/rpc/status.proto\x1a treeserve/common/v1/common.proto\"R\n\x0b\x44\x65\x63odeHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x16\n\x0einitial_credit\x18\x03 \x01(\r\"\xf2\x01\n\rDecodeWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x31\n\x05model\x18\x03 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\rmax_sequences\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12=\n\x10\x61\x63\x63\x65ptance_rules\x18\x07 \x03(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"\xfc\x02\n\x0eSubmitSequence\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x04 \x03(\r\x12\x39\n\x08sampling\x18\x05 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x37\n\x08stopping\x18\x06 \x01(\x0b\x32%.treeserve.common.v1.StoppingCriteria\x12<\n\x0bspeculation\x18\x07 \x01(\x0b\x32\'.treeserve.common.v1.SpeculationOptions\x12\x38\n\rservice_level\x18\x08 \x01(\x0b\x32!.treeserve.common.v1.ServiceLevel\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\t\"B\n\x06Submit\x12\x38\n\tsequences\x18\x01 \x03(\x0b\x32%.treeserve.verifier.v1.SubmitSequence\"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\x18\n\x06\x43redit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"\xe0\x01\n\rDecodeRequest\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".treeserve.verifier.v1.DecodeHelloH\x00\x12/\n\x06submit\x18\x02 \x01(\x0b\x32\x1d.treeserve.verifier.v1.SubmitH\x00\x12/\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CancelH\x00\x12/\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame\"\xb5\x01\n\x0bSequenceEnd\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.treeserve.common.v1.SpeculationStats\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\xae\x01\n\x0eSequenceTokens\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x38\n\tlog_probs\x18\x04 \x03(\x0b\x32%.treeserve.common.v1.PositionLogProbs\x12/\n\x03\x65nd\x18\x05 \x01(\x0b\x32\".treeserve.verifier.v1.SequenceEnd\"F\n\nTokenBatch\x12\x38\n\tsequences\x18\x01 \x03(\x0b\x32%.treeserve.verifier.v1.SequenceTokens\"q\n\nLoadReport\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x13\n\x0bspeculators\x18\x05 \x01(\r\"\xba\x01\n\x0e\x44\x65\x63odeResponse\x12\x37\n\x07welcome\x18\x01 \x01(\x0b\x32$.treeserve.verifier.v1.DecodeWelcomeH\x00\x12\x33\n\x06tokens\x18\x02 \x01(\x0b\x32!.treeserve.verifier.v1.TokenBatchH\x00\x12\x31\n\x04load\x18\x03 \x01(\x0b\x32!.treeserve.verifier.v1.LoadReportH\x00\x42\x07\n\x05\x66rame\"\xf2\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rspeculator_id\x18\x02 \x01(\t\x12\x31\n\x05model\x18\x03 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x0f\n\x07sources\x18\x04 \x03(\t\x12\x16\n\x0einitial_credit\x18\x05 \x01(\r\x12\x18\n\x10wants_top_tokens\x18\x06 \x01(\x08\x12=\n\x10\x61\x63\x63\x65ptance_rules\x18\x07 \x03(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"{\n\x0c\x44raftWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x16\n\x0einitial_credit\x18\x05 \x01(\r\"N\n\tNodeDraws\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07support\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x03(\x02\"\xca\x01\n\x0cTreeProposal\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1a\n\x12\x62\x61se_committed_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x11\x12\x11\n\tlog_probs\x18\x05 \x03(\x02\x12\x14\n\x0csource_masks\x18\x06 \x03(\r\x12\x10\n\x08\x64raft_us\x18\x07 \x01(\r\x12/\n\x05\x64raws\x18\x08 \x03(\x0b\x32 .treeserve.verifier.v1.NodeDraws\"C\n\tProposals\x12\x36\n\tproposals\x18\x01 \x03(\x0b\x32#.treeserve.verifier.v1.TreeProposal\"\xb3\x01\n\x0c\x44raftRequest\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.treeserve.verifier.v1.DraftHelloH\x00\x12\x35\n\tproposals\x18\x02 \x01(\x0b\x32 .treeserve.verifier.v1.ProposalsH\x00\x12/\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame\"\x1e\n\tTopTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xff\x01\n\nAssignment\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\x08sampling\x18\x03 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x37\n\nacceptance\x18\x07 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0e\n\x06preset\x18\n \x01(\t\"\x8d\x01\n\x06\x43ommit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1a\n\x12\x62\x61se_committed_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x34\n\ntop_tokens\x18\x05 \x03(\x0b\x32 .treeserve.verifier.v1.TopTokens\"\x87\x01\n\x0b\x44raftUpdate\x12\x36\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32!.treeserve.verifier.v1.Assignment\x12.\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x1d.treeserve.verifier.v1.Commit\x12\x10\n\x08released\x18\x03 \x03(\r\"?\n\tRejection\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"B\n\nRejections\x12\x34\n\nrejections\x18\x01 \x03(\x0b\x32 .treeserve.verifier.v1.Rejection\"\xf0\x01\n\rDraftResponse\x12\x36\n\x07welcome\x18\x01 \x01(\x0b\x32#.treeserve.verifier.v1.DraftWelcomeH\x00\x12\x34\n\x06update\x18\x02 \x01(\x0b\x32\".treeserve.verifier.v1.DraftUpdateH\x00\x12\x37\n\nrejections\x18\x03 \x01(\x0b\x32!.treeserve.verifier.v1.RejectionsH\x00\x12/\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1d.treeserve.verifier.v1.CreditH\x00\x42\x07\n\x05\x66rame2\xc4\x01\n\x0fVerifierService\x12Y\n\x06\x44\x65\x63ode\x12$.treeserve.verifier.v1.DecodeRequest\x1a%.treeserve.verifier.v1.DecodeResponse(\x01\x30\x01\x12V\n\x05\x44raft\x12#.treeserve.verifier.v1.DraftRequest\x1a$.treeserve.verifier.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,51 +38,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEWELCOME']._serialized_start=207
   _globals['_DECODEWELCOME']._serialized_end=449
   _globals['_SUBMITSEQUENCE']._serialized_start=452
-  _globals['_SUBMITSEQUENCE']._serialized_end=816
-  _globals['_SUBMIT']._serialized_start=818
-  _globals['_SUBMIT']._serialized_end=884
-  _globals['_CANCEL']._serialized_start=886
-  _globals['_CANCEL']._serialized_end=911
-  _globals['_CREDIT']._serialized_start=913
-  _globals['_CREDIT']._serialized_end=937
-  _globals['_DECODEREQUEST']._serialized_start=940
-  _globals['_DECODEREQUEST']._serialized_end=1164
-  _globals['_SEQUENCEEND']._serialized_start=1167
-  _globals['_SEQUENCEEND']._serialized_end=1348
-  _globals['_SEQUENCETOKENS']._serialized_start=1351
-  _globals['_SEQUENCETOKENS']._serialized_end=1525
-  _globals['_TOKENBATCH']._serialized_start=1527
-  _globals['_TOKENBATCH']._serialized_end=1597
-  _globals['_LOADREPORT']._serialized_start=1599
-  _globals['_LOADREPORT']._serialized_end=1712
-  _globals['_DECODERESPONSE']._serialized_start=1715
-  _globals['_DECODERESPONSE']._serialized_end=1901
-  _globals['_DRAFTHELLO']._serialized_start=1904
-  _globals['_DRAFTHELLO']._serialized_end=2146
-  _globals['_DRAFTWELCOME']._serialized_start=2148
-  _globals['_DRAFTWELCOME']._serialized_end=2271
-  _globals['_NODEDRAWS']._serialized_start=2273
-  _globals['_NODEDRAWS']._serialized_end=2351
-  _globals['_TREEPROPOSAL']._serialized_start=2354
-  _globals['_TREEPROPOSAL']._serialized_end=2556
-  _globals['_PROPOSALS']._serialized_start=2558
-  _globals['_PROPOSALS']._serialized_end=2625
-  _globals['_DRAFTREQUEST']._serialized_start=2628
-  _globals['_DRAFTREQUEST']._serialized_end=2807
-  _globals['_TOPTOKENS']._serialized_start=2809
-  _globals['_TOPTOKENS']._serialized_end=2839
-  _globals['_ASSIGNMENT']._serialized_start=2842
-  _globals['_ASSIGNMENT']._serialized_end=3065
-  _globals['_COMMIT']._serialized_start=3068
-  _globals['_COMMIT']._serialized_end=3209
-  _globals['_DRAFTUPDATE']._serialized_start=3212
-  _globals['_DRAFTUPDATE']._serialized_end=3347
-  _globals['_REJECTION']._serialized_start=3349
-  _globals['_REJECTION']._serialized_end=3412
-  _globals['_REJECTIONS']._serialized_start=3414
-  _globals['_REJECTIONS']._serialized_end=3480
-  _globals['_DRAFTRESPONSE']._serialized_start=3483
-  _globals['_DRAFTRESPONSE']._serialized_end=3723
-  _globals['_VERIFIERSERVICE']._serialized_start=3726
-  _globals['_VERIFIERSERVICE']._serialized_end=3922
+  _globals['_SUBMITSEQUENCE']._serialized_end=832
+  _globals['_SUBMIT']._serialized_start=834
+  _globals['_SUBMIT']._serialized_end=900
+  _globals['_CANCEL']._serialized_start=902
+  _globals['_CANCEL']._serialized_end=927
+  _globals['_CREDIT']._serialized_start=929
+  _globals['_CREDIT']._serialized_end=953
+  _globals['_DECODEREQUEST']._serialized_start=956
+  _globals['_DECODEREQUEST']._serialized_end=1180
+  _globals['_SEQUENCEEND']._serialized_start=1183
+  _globals['_SEQUENCEEND']._serialized_end=1364
+  _globals['_SEQUENCETOKENS']._serialized_start=1367
+  _globals['_SEQUENCETOKENS']._serialized_end=1541
+  _globals['_TOKENBATCH']._serialized_start=1543
+  _globals['_TOKENBATCH']._serialized_end=1613
+  _globals['_LOADREPORT']._serialized_start=1615
+  _globals['_LOADREPORT']._serialized_end=1728
+  _globals['_DECODERESPONSE']._serialized_start=1731
+  _globals['_DECODERESPONSE']._serialized_end=1917
+  _globals['_DRAFTHELLO']._serialized_start=1920
+  _globals['_DRAFTHELLO']._serialized_end=2162
+  _globals['_DRAFTWELCOME']._serialized_start=2164
+  _globals['_DRAFTWELCOME']._serialized_end=2287
+  _globals['_NODEDRAWS']._serialized_start=2289
+  _globals['_NODEDRAWS']._serialized_end=2367
+  _globals['_TREEPROPOSAL']._serialized_start=2370
+  _globals['_TREEPROPOSAL']._serialized_end=2572
+  _globals['_PROPOSALS']._serialized_start=2574
+  _globals['_PROPOSALS']._serialized_end=2641
+  _globals['_DRAFTREQUEST']._serialized_start=2644
+  _globals['_DRAFTREQUEST']._serialized_end=2823
+  _globals['_TOPTOKENS']._serialized_start=2825
+  _globals['_TOPTOKENS']._serialized_end=2855
+  _globals['_ASSIGNMENT']._serialized_start=2858
+  _globals['_ASSIGNMENT']._serialized_end=3113
+  _globals['_COMMIT']._serialized_start=3116
+  _globals['_COMMIT']._serialized_end=3257
+  _globals['_DRAFTUPDATE']._serialized_start=3260
+  _globals['_DRAFTUPDATE']._serialized_end=3395
+  _globals['_REJECTION']._serialized_start=3397
+  _globals['_REJECTION']._serialized_end=3460
+  _globals['_REJECTIONS']._serialized_start=3462
+  _globals['_REJECTIONS']._serialized_end=3528
+  _globals['_DRAFTRESPONSE']._serialized_start=3531
+  _globals['_DRAFTRESPONSE']._serialized_end=3771
+  _globals['_VERIFIERSERVICE']._serialized_start=3774
+  _globals['_VERIFIERSERVICE']._serialized_end=3970
 # @@protoc_insertion_point(module_scope)

@@ -123,12 +123,17 @@ class SubmitSequence(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     SERVICE_LEVEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the router, not in use on this stream."""
     request_id: _builtins.str
     """For logs and traces."""
     traceparent: _builtins.str
     """W3C traceparent of the request's span; empty for none."""
+    tenant: _builtins.str
+    """Whom the request is for: an opaque label of at most 64 characters, the same at every router. What a sequence leaves
+    behind at speculators helps that tenant's sequences alone. Empty: it leaves nothing behind.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens; at least one."""
@@ -165,10 +170,11 @@ class SubmitSequence(_message.Message):
         speculation: _common_pb2.SpeculationOptions | None = ...,
         service_level: _common_pb2.ServiceLevel | None = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "handle", b"handle", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "handle", b"handle", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -761,6 +767,8 @@ class Assignment(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRESET_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the verifier, not in use on this stream."""
     budget: _builtins.int
@@ -771,6 +779,10 @@ class Assignment(_message.Message):
     """Length of the prompt inside token_ids."""
     acceptance: _common_pb2.AcceptanceRule.ValueType
     """How drafted tokens will be accepted."""
+    tenant: _builtins.str
+    """Whom the request is for, as the router said (SubmitSequence.tenant)."""
+    preset: _builtins.str
+    """What kind of work it is, as the request said (SpeculationOptions.preset). One the speculator does not know is none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and output so far."""
@@ -789,10 +801,12 @@ class Assignment(_message.Message):
         traceparent: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         acceptance: _common_pb2.AcceptanceRule.ValueType = ...,
+        tenant: _builtins.str = ...,
+        preset: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "budget", b"budget", "handle", b"handle", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "budget", b"budget", "handle", b"handle", "preset", b"preset", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

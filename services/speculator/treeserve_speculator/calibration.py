@@ -1,0 +1,92 @@
+"""How much a draft source's claims are worth: online logistic models from what it claims to what comes true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# Claims beyond are no more telling, and their log-odds would drown the rest.
+_LEAST, _MOST = 0.002, 0.995
+# A model stops remembering at so many observations: what a source is worth changes with the traffic.
+_MEMORY = 200.0
+_PRIOR_PRECISION = 3.0
+_LEAST_CURVATURE = 0.005
+RANK_CLASSES = 3  # first, second, and all other children of a node
+
+
+def log_odds(log_probs: Sequence[float]) -> list[float]:
+    """Log-odds of what is claimed for each node."""
+    p: npt.NDArray[np.float64] = np.exp(np.array(log_probs)).clip(_LEAST, _MOST)
+    odds: list[float] = np.log(p / (1.0 - p)).tolist()
+    return odds
+
+
+def probability(log_odds: float) -> float:
+    """The inverse of log-odds."""
+    return 1.0 / (1.0 + math.exp(-log_odds)) if log_odds > -30.0 else math.exp(log_odds)
+
+
+class OnlineLogistic:
+    """A logistic model: log-odds = weights · features, fitted by one diagonal Newton step per set of observations.
+
+    Attributes:
+        weights: at first the prior.
+    """
+
+    __slots__ = ("_precisions", "weights")
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = list(weights)
+        self._precisions = [_PRIOR_PRECISION] * len(self.weights)
+
+    def learn(self, observations: Sequence[tuple[Mapping[int, float], float, bool]]) -> None:
+        """Take in what came true.
+
+        Args:
+            observations: features that are not zero, what the model said of them, and whether it came true.
+        """
+        gradients: dict[int, float] = {}
+        curvatures: dict[int, float] = {}
+        for features, p, came_true in observations:
+            error, curvature = came_true - p, max(p * (1.0 - p), _LEAST_CURVATURE)
+            for i, x in features.items():
+                gradients[i] = gradients.get(i, 0.0) + error * x
+                curvatures[i] = curvatures.get(i, 0.0) + curvature * x * x
+        for i, gradient in gradients.items():
+            precision = self._precisions[i] = min(self._precisions[i] + curvatures[i], _MEMORY)
+            self.weights[i] += gradient / precision
+
+
+class Calibration:
+    """What one source's claims are worth: a monotone map for each rank class, moved by depth.
+
+    log-odds = intercept(rank class) + slope * claimed log-odds + shift(depth). It begins as the claim itself.
+    """
+
+    def __init__(self) -> None:
+        self._model = OnlineLogistic([0.0] * RANK_CLASSES + [1.0, 0.0])
+
+    def log_prob(self, claimed: float, rank: int, depth: int) -> float:
+        """Log-probability that a node is emitted if its parent is.
+
+        Args:
+            claimed: what the source says it is.
+            rank: place among its siblings in the source's order, from 0.
+            depth: 1 below the root.
+        """
+        return math.log(self._probability(_features(log_odds((claimed,))[0], rank, depth)))
+
+    def learn(self, claimed: Sequence[float], came_true: int | None, depth: int) -> None:
+        """A node was emitted, and one of its children (index in the source's order) or none of them."""
+        features = [_features(odds, rank, depth) for rank, odds in enumerate(log_odds(claimed))]
+        self._model.learn([(f, self._probability(f), rank == came_true) for rank, f in enumerate(features)])
+
+    def _probability(self, features: Mapping[int, float]) -> float:
+        return probability(sum(self._model.weights[i] * x for i, x in features.items()))
+
+
+def _features(odds: float, rank: int, depth: int) -> dict[int, float]:
+    return {min(rank, RANK_CLASSES - 1): 1.0, RANK_CLASSES: odds, RANK_CLASSES + 1: min(depth - 1, 4) / 4.0}

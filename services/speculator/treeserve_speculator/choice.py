@@ -1,0 +1,297 @@
+"""Chooses for each tree which costly sources grow it, and how far: what promises most tokens per unit time.
+
+A contextual bandit with a model. Sources that cost next to nothing are asked for every tree, and what they promise is
+the context of the choice, beside the kind of text, how often sources were right in this sequence lately, and how many
+sequences share the time. A choice's reward is
+
+    (accepted tokens + 1) / (a token's time + the price of the rows + the time of the costly sources)
+
+and its expectation follows from the rates of `KindRates`, which every followed tree teaches for all smaller choices at
+once. The longer a source was not asked in a sequence, the more it is given the benefit of the doubt; so it is tried
+again, at first one level deep.
+
+Whether a tree is asked for at all is the verifier's to decide (its Pace): it knows what waiting costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from treeserve_core.tree import TokenTree
+from treeserve_speculator.learned_rates import DEEPEST, Factor, KindRates, Rate, extra_tokens, promise_of
+from treeserve_speculator.presets import DEPTHS, PRESETS, WIDTHS, TextKind
+from treeserve_speculator.sequence import UNPRICED, DraftPrices, DraftSequence, TreeShape
+from treeserve_speculator.source_times import SourceTimes
+
+_Rates: TypeAlias = tuple[list[float], list[float]]
+
+_COSTLY, _CHEAP = 0.03, 0.015  # of a token's time
+_WARM_UP = 3  # timings before a source is judged
+_LOOKED_AT = 24  # first nodes of a cheap tree, which are its best
+_NEW_TEXT = 24.0  # tokens without a source that a new sequence starts with
+_DOUBT = 48.0  # tokens without a source that double its chances
+_CAUGHT_UP = 2 * DEEPEST  # tokens that a model may have to read first without its timing counting for less
+_MOST_MASS = 0.6
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A costly source that grew the latest tree. Width and depth are indices of WIDTHS and DEPTHS."""
+
+    name: str
+    bit: int
+    width: int
+    depth: int
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What is known of one sequence.
+
+    Attributes:
+        known, extra: how well cheap and costly sources do at present.
+        idle: committed tokens since a source was last asked.
+        promise: class of what the cheap sources promised for the latest tree.
+        asked: who grew it besides them.
+        known_mask: their bits.
+    """
+
+    kind: KindRates
+    known: Factor = field(default_factory=Factor)
+    extra: Factor = field(default_factory=Factor)
+    idle: dict[str, float] = field(default_factory=dict)
+    promise: int = 0
+    asked: tuple[_Asked, ...] = ()
+    known_mask: int = 0
+
+    def scaled(self, source: str, width: int, besides: Sequence[str]) -> _Rates:
+        """What is to be expected of a costly source beside others: `SourceRates.scaled`."""
+        kind = self.kind
+        chances = self.extra.value * (1.0 + self.idle.get(source, _NEW_TEXT) / _DOUBT)
+        most = min((kind.beyond[source, other].value for other in besides), default=1.0)
+        return kind.sources[source].scaled(self.promise, width, chances, most)
+
+    def relax(self, num_tokens: int) -> None:
+        """Text went by."""
+        self.known.relax(num_tokens)
+        self.extra.relax(num_tokens)
+        for name in self.idle:
+            self.idle[name] += num_tokens
+
+    def see_known(self, depth: int, *, hit: bool) -> None:
+        """On the cheap sources' path they had the next token, or not."""
+        rate = self.kind.known[self.promise][depth]
+        self.known.see(hit, rate.value)
+        rate.see(hit)
+
+    def see_extra(self, depth: int, above: int, below: int, rank: int, *, on_known: bool) -> None:
+        """The cheap sources did not have the next token. `above` and `below`: who proposed the nodes of the visit."""
+        tried = [a for a in self.asked if depth <= DEPTHS[a.depth] and (on_known or above & a.bit)]
+        for asked in tried:
+            hit = bool(below & asked.bit)
+            rates = self.kind.sources[asked.name]
+            self.extra.see(hit, rates.rate(self.promise, depth, asked.width, on_known=on_known).value)
+            for width in range(asked.width + 1):
+                narrow_hit = hit and (width == asked.width or rank < WIDTHS[width])
+                rates.rate(self.promise, depth, width, on_known=on_known).see(narrow_hit)
+            for other in tried:
+                if other is not asked and not below & other.bit:
+                    self.kind.beyond[asked.name, other.name].see(hit)
+
+
+class SourceChooser:
+    """Learns from every tree of this process; not thread-safe. Without prices every source runs, within its own limits.
+
+    Args:
+        sources: names, in the order of their bits.
+    """
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._names = tuple(sources)
+        self._times = {name: SourceTimes() for name in sources}
+        self._costly: dict[str, int] = {}  # bit by name
+        self._kinds: dict[TextKind, KindRates] = {}
+        self._nodes: dict[tuple[str, int], Rate] = {}
+        self._memories: dict[DraftSequence, _Memory] = {}
+        self._prices = UNPRICED
+        self._load = 1
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Forget a sequence."""
+        self._memories.pop(sequence, None)
+
+    def _memory(self, sequence: DraftSequence) -> _Memory:
+        memory = self._memories.get(sequence)
+        if memory is None:
+            kind = TextKind.of(sequence)
+            if kind not in self._kinds:
+                self._kinds[kind] = KindRates(PRESETS[kind.preset], self._names, kind.sampled)
+            memory = self._memories[sequence] = _Memory(self._kinds[kind])
+        return memory
+
+    def begin(self, load: int, prices: DraftPrices) -> frozenset[str]:
+        """Trees for so many sequences are wanted: the names of the sources to `choose` among; ask all others."""
+        self._load, self._prices = load, prices
+        for bit, name in enumerate(self._names):
+            if name in self._costly:
+                if self._share(name) < _CHEAP:
+                    del self._costly[name]
+            elif self._times[name].measured >= _WARM_UP and self._share(name) > _COSTLY:
+                self._costly[name] = bit
+        return frozenset(self._costly)
+
+    def _share(self, name: str) -> float:
+        """The source's time for its largest tree, in tokens; 0 while a token's time is not known."""
+        seconds = self._times[name].seconds(len(WIDTHS) - 1, len(DEPTHS) - 1, self._load)
+        return seconds * 1e6 / self._prices.token_us if self._prices.token_us > 0 else 0.0
+
+    def chooses(self, name: str) -> bool:
+        """Whether the source is asked for some sequences only."""
+        return name in self._costly
+
+    def choose(self, sequence: DraftSequence, known_trees: Iterable[TokenTree]) -> dict[str, TreeShape]:
+        """Which costly sources to ask for the next tree, and how far each is to grow it.
+
+        Args:
+            known_trees: what the others proposed.
+        """
+        memory = self._memory(sequence)
+        memory.promise = promise_of(max(map(_expected_tokens, known_trees), default=0.0))
+        memory.known_mask = (1 << len(self._names)) - 1 - sum(1 << bit for bit in self._costly.values())
+        candidates = [name for name in self._costly if name not in sequence.disabled]
+        if not candidates:
+            memory.asked = ()
+            return {}
+        chosen, width, depth, rate = self._best(memory, candidates)
+        memory.asked = tuple(_Asked(name, 1 << self._costly[name], width, depth) for name in chosen)
+        return {name: self._shape(memory, name, width, depth, rate) for name in chosen}
+
+    def _best(self, memory: _Memory, candidates: Sequence[str]) -> tuple[list[str], int, int, float]:
+        """The best set of sources, their width and depth, and the tokens they promise in the time of a plain one.
+
+        Sources are added one by one, the first with the shape that suits it best, others with the same shape.
+        """
+        path = memory.kind.known_path(memory.promise, memory.known.value)
+        tokens, time = sum(path), 1.0 + self._node_cost("", memory.promise)
+        chosen: list[str] = []
+        joint: _Rates | None = None
+        rate, width, depth = tokens / time, 0, 0
+        widths, depths = memory.kind.widths, tuple(range(len(DEPTHS)))
+        while len(chosen) < len(candidates):
+            best: tuple[str, int, int, float, _Rates] | None = None
+            for name in candidates:
+                if name in chosen:
+                    continue
+                for w in widths:
+                    rates = _either(joint, memory.scaled(name, w, chosen))
+                    extra = extra_tokens(path, *rates)
+                    for d in depths:
+                        longer = time + self._cost(name, w, d) + self._node_cost(name, d)
+                        if (tokens + extra[DEPTHS[d]]) / longer > rate:
+                            rate = (tokens + extra[DEPTHS[d]]) / longer
+                            best = name, w, d, longer, rates
+            if best is None:
+                break
+            name, width, depth, time, joint = best
+            chosen.append(name)
+            widths, depths = (width,), (depth,)
+        return chosen, width, depth, rate
+
+    def _shape(self, memory: _Memory, name: str, width: int, depth: int, rate: float) -> TreeShape:
+        """A level pays if its nodes are followed, and their children right, more often than its time gives tokens."""
+        goes_on = memory.kind.sources[name].goes_on[2][width].value * memory.extra.value
+        return TreeShape(
+            DEPTHS[depth], WIDTHS[width], min(_MOST_MASS, self._cost(name, width, 0) * rate / max(goes_on, 0.1))
+        )
+
+    def _cost(self, name: str, width: int, depth: int) -> float:
+        """Time of a source, in tokens of plain decoding."""
+        return self._times[name].seconds(width, depth, self._load) * 1e6 / self._prices.token_us
+
+    def _node_cost(self, name: str, index: int) -> float:
+        """Price of the nodes that are worth verifying: of a source by depth, of the cheap ones by their promise."""
+        nodes = self._nodes.get((name, index))
+        return nodes.value * self._prices.node if nodes is not None else 0.0
+
+    def took(self, name: str, sequences: Sequence[DraftSequence], seconds: float) -> None:
+        """A source took so long for these sequences."""
+        if not sequences:
+            return
+        times, each = self._times[name], seconds / len(sequences)
+        if name not in self._costly:
+            times.observe(len(WIDTHS) - 1, len(DEPTHS) - 1, len(sequences), each)
+            return
+        memories = [self._memory(sequence) for sequence in sequences]
+        asked = [asked for memory in memories for asked in memory.asked if asked.name == name]
+        if all(memory.idle.get(name, math.inf) <= _CAUGHT_UP for memory in memories):  # else it may have read a prompt
+            width, depth = max(a.width for a in asked), max(a.depth for a in asked)
+            times.observe(width, depth, len(sequences), each)
+        for memory in memories:
+            memory.idle[name] = 0.0
+
+    def drafted(self, sequence: DraftSequence) -> None:
+        """The sequence's latest tree came of the latest choice."""
+        memory, price, tree = self._memory(sequence), self._prices.node, sequence.tree
+        if tree is None or tree.source_masks is None or price <= 0.0:
+            return
+        least = math.log(min(1.0, price))
+        paying = [
+            mask for mask, path in zip(tree.source_masks[1:], tree.path_log_probs[1:], strict=True) if path > least
+        ]
+        extra = [mask for mask in paying if not mask & memory.known_mask]
+        self._count("", memory.promise, len(paying) - len(extra))
+        for asked in memory.asked:
+            self._count(asked.name, asked.depth, sum(1 for mask in extra if mask & asked.bit))
+
+    def _count(self, name: str, index: int, nodes: int) -> None:
+        self._nodes.setdefault((name, index), Rate(nodes, 0.0)).see(nodes)
+
+    def committed(self, sequence: DraftSequence, new_tokens: Sequence[int]) -> None:
+        """The target committed these tokens; the sequence's latest tree, if it has one, is followed along them."""
+        memory = self._memory(sequence)
+        memory.relax(len(new_tokens))
+        tree = sequence.tree
+        if tree is None or tree.source_masks is None:
+            return
+        masks, node = tree.source_masks, 0
+        for depth, token_id in enumerate(new_tokens[:DEEPEST], start=1):
+            above = masks[node] if node > 0 else memory.known_mask
+            child = tree.child(node, token_id)
+            below = masks[child] if child is not None else 0
+            on_known = bool(above & memory.known_mask)
+            if on_known:
+                memory.see_known(depth, hit=bool(below & memory.known_mask))
+            if not below & memory.known_mask:
+                rank = 0 if child is None else _rank(tree, node, child)
+                memory.see_extra(depth, above, below, rank, on_known=on_known)
+            if child is None:
+                return
+            node = child
+
+
+def _either(first: _Rates | None, second: _Rates) -> _Rates:
+    """How often one of two is right, if they are right independently of each other."""
+    if first is None:
+        return second
+    joins, goes_on = ([a + b - a * b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True))
+    return joins, goes_on
+
+
+def _rank(tree: TokenTree, parent: int, child: int) -> int:
+    """How many siblings were rated higher than a child."""
+    log_probs = tree.log_probs
+    return 0 if log_probs is None else sum(log_probs[c] > log_probs[child] for c in tree.children[parent])
+
+
+def _expected_tokens(tree: TokenTree) -> float:
+    """Tokens that a tree promises by its own estimate."""
+    log_probs = tree.log_probs
+    if log_probs is None:
+        return 0.0
+    reached = [1.0]
+    for parent, log_prob in zip(tree.parents[1 : _LOOKED_AT + 1], log_probs[1 : _LOOKED_AT + 1], strict=True):
+        reached.append(reached[parent] * math.exp(log_prob))
+    return sum(reached) - 1.0

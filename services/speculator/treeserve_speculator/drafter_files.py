@@ -1,0 +1,161 @@
+"""A folder of trained drafters for one target model: what is in it, for whom it was made, and whether it is whole.
+
+    drafters/<model>/drafter.json     the target, the licence, and for each source its file, its hash and its recipe
+                    /ssm.int8         files of the sources, in formats of their own
+
+Sources are named as in the speculator's configuration: ssm, ssm2, ngram_table, head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.made_once import content_hash, default_cache_dir
+
+MANIFEST = "drafter.json"
+_FORMAT = 1
+_FIELD = "drafter_folder"
+
+
+@dataclass(frozen=True)
+class DrafterTarget:
+    """The model that drafters were trained for.
+
+    Attributes:
+        vocab_size: ids of its tokenizer, without padding.
+    """
+
+    name: str
+    tokenizer_hash: str
+    vocab_size: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class DrafterFile:
+    """One source's file.
+
+    Attributes:
+        file: its name within the folder.
+        sha256: of its content, hex.
+        recipe: how it was trained; for people.
+    """
+
+    file: str
+    sha256: str
+    recipe: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    """The content of drafter.json.
+
+    Attributes:
+        licence: SPDX identifier of the drafters' licence.
+        sources: files by the name of their source.
+    """
+
+    folder: Path
+    target: DrafterTarget
+    licence: str
+    sources: Mapping[str, DrafterFile]
+
+    @classmethod
+    def read(cls, folder: Path) -> DrafterFolder:
+        """What a folder holds, for whatever target.
+
+        Raises:
+            InvalidArgumentError: if it holds no drafter.json, a broken one, or one of another version.
+        """
+        path = folder / MANIFEST
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InvalidArgumentError(_FIELD, f"{folder} holds no {MANIFEST}") from None
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(_FIELD, f"{path} cannot be read: {error}") from error
+        try:
+            if raw["format"] != _FORMAT:
+                raise InvalidArgumentError(_FIELD, f"{path} is of version {raw['format']}; {_FORMAT} is known")
+            sources = {name: DrafterFile(**entry) for name, entry in raw["sources"].items()}
+            return cls(folder, DrafterTarget(**raw["target"]), str(raw["licence"]), sources)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgumentError(_FIELD, f"{path} is broken: {error!r}") from error
+
+    def check_target(self, tokenizer_hash: str, vocab_size: int, hidden_size: int | None = None) -> None:
+        """Raise InvalidArgumentError unless the drafters were trained for this target.
+
+        Args:
+            vocab_size: ids of the target's tokenizer, without padding.
+            hidden_size: of the target, where a source depends on it.
+        """
+        expected = self.target
+        if tokenizer_hash != expected.tokenizer_hash or vocab_size != expected.vocab_size:
+            raise InvalidArgumentError(
+                _FIELD, f"{self.folder} was trained for {expected.name}, whose tokenizer is not the target's"
+            )
+        if hidden_size not in (None, expected.hidden_size):
+            raise InvalidArgumentError(
+                _FIELD,
+                f"{self.folder} was trained for {expected.name} of hidden size {expected.hidden_size}; "
+                f"the target's is {hidden_size}",
+            )
+
+    def file(self, source: str, cache_dir: Path | None = None) -> Path:
+        """The file of a source, its content checked.
+
+        Args:
+            cache_dir: where hashes of unchanged files are remembered; by default the user's cache folder.
+
+        Raises:
+            InvalidArgumentError: if the folder lacks the source, or its file is not what was written.
+        """
+        if source not in self.sources:
+            known = ", ".join(self.sources) or "none"
+            raise InvalidArgumentError(_FIELD, f"{self.folder} holds no {source} drafter; it holds {known}")
+        entry = self.sources[source]
+        path = self.folder / Path(entry.file).name
+        if not path.is_file():
+            raise InvalidArgumentError(_FIELD, f"{path} is missing")
+        if content_hash(path, cache_dir or default_cache_dir()) != entry.sha256:
+            raise InvalidArgumentError(_FIELD, f"{path} is damaged: its content is not what {MANIFEST} says")
+        return path
+
+    def with_file(self, source: str, file: Path, recipe: Mapping[str, Any]) -> DrafterFolder:
+        """The folder with a source's file, which lies in it already, recorded anew; written to drafter.json."""
+        with file.open("rb") as content:
+            entry = DrafterFile(file.name, hashlib.file_digest(content, "sha256").hexdigest(), dict(recipe))
+        changed = DrafterFolder(self.folder, self.target, self.licence, {**self.sources, source: entry})
+        changed._write()
+        return changed
+
+    def _write(self) -> None:
+        content = {
+            "format": _FORMAT,
+            "target": asdict(self.target),
+            "licence": self.licence,
+            "sources": {name: asdict(entry) for name, entry in sorted(self.sources.items())},
+        }
+        unfinished = self.folder / f".{MANIFEST}.unfinished"
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(self.folder / MANIFEST)
+
+
+def open_for_writing(folder: Path, target: DrafterTarget, licence: str) -> DrafterFolder:
+    """A folder to put drafters into, made if it is not there; what it holds for this target stays.
+
+    Raises:
+        InvalidArgumentError: if it holds drafters of another target, or drafter.json is broken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MANIFEST).exists():
+        return DrafterFolder(folder, target, licence, {})
+    held = DrafterFolder.read(folder)
+    held.check_target(target.tokenizer_hash, target.vocab_size, target.hidden_size)
+    return DrafterFolder(folder, target, licence, held.sources)

@@ -1,0 +1,142 @@
+"""How often sources are right in one kind of text, and how far a tree is followed therefore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treeserve_speculator.presets import DEPTHS, WIDTHS, DraftPreset
+
+DEEPEST = DEPTHS[-1]
+NUM_PROMISES = 5
+
+_MEMORY = 400.0  # visits that count; older ones fade
+_PRIOR_VISITS = 6.0
+_KNOWN_PRIOR = (0.05, 0.35, 0.5, 0.65, 0.8)  # by promise
+_PROMISES = (0.2, 0.6, 1.2, 2.5)
+_DEEPER = 0.8  # beyond a preset's depth, so much of its probability: what easy text can make up for
+_SAMPLED = 0.8  # the same for tokens that are drawn
+_SURE = 0.97
+
+_FACTOR_PRIOR = 3.0
+_FACTOR_KEPT = 0.93  # per visit
+_FACTOR_RELAXES = 0.97  # per committed token
+_FACTOR_BOUNDS = (0.1, 2.5)
+
+
+class Rate:
+    """A mean of what was seen, the newest counting most; a prior counts as so many sightings."""
+
+    __slots__ = ("value", "weight")
+
+    def __init__(self, value: float, weight: float = _PRIOR_VISITS) -> None:
+        self.value = value
+        self.weight = weight
+
+    def see(self, value: float) -> None:
+        """One more sighting."""
+        self.weight = min(self.weight + 1.0, _MEMORY)
+        self.value += (value - self.value) / self.weight
+
+
+class Factor:
+    """How much more often than usual sources are right in one sequence at present: recent hits over expected ones."""
+
+    __slots__ = ("_expected", "_hits")
+
+    def __init__(self) -> None:
+        self._hits = self._expected = 0.0
+
+    @property
+    def value(self) -> float:
+        """Near 1 while little was seen."""
+        low, high = _FACTOR_BOUNDS
+        return min(high, max(low, (_FACTOR_PRIOR + self._hits) / (_FACTOR_PRIOR + self._expected)))
+
+    def see(self, hit: bool, expected: float) -> None:
+        """A visit where a hit was that probable."""
+        self._hits = _FACTOR_KEPT * self._hits + hit
+        self._expected = _FACTOR_KEPT * self._expected + expected
+
+    def relax(self, tokens: int) -> None:
+        """Text went by: what was seen before says less about what comes."""
+        left = _FACTOR_RELAXES**tokens
+        self._hits *= left
+        self._expected *= left
+
+
+class SourceRates:
+    """How often a costly source is right, by what the cheap ones promise, depth and width.
+
+    Attributes:
+        joins: by promise, whether at the root or deeper, and width: it has the token on a path that the cheap sources
+            knew up to here, where they have not.
+        goes_on: by depth and width: it has the next token on a path that is its own.
+    """
+
+    def __init__(self, preset: DraftPreset, source: str, sampled: bool) -> None:
+        right = preset.right(source) * (_SAMPLED if sampled else 1.0)
+        self.joins = [[[Rate(right) for _ in WIDTHS] for _ in range(2)] for _ in range(NUM_PROMISES)]
+        self.goes_on = [
+            [Rate(right if depth <= preset.depth else right * _DEEPER) for _ in WIDTHS] for depth in range(DEEPEST + 1)
+        ]
+
+    def rate(self, promise: int, depth: int, width: int, *, on_known: bool) -> Rate:
+        """The rate of a visit: `width` is an index of WIDTHS, depth that of the token looked for."""
+        if on_known:
+            return self.joins[promise][depth > 1][width]
+        return self.goes_on[depth][width]
+
+    def scaled(self, promise: int, width: int, factor: float, most: float = 1.0) -> tuple[list[float], list[float]]:
+        """joins at the root and deeper, and goes_on by depth, each at most `most`, times a factor."""
+        joins = [min(_SURE, min(most, by_width[width].value) * factor) for by_width in self.joins[promise]]
+        goes_on = [min(_SURE, min(most, by_width[width].value) * factor) for by_width in self.goes_on]
+        return joins, goes_on
+
+
+class KindRates:
+    """What is known of one kind of text: the cheap sources together, each costly one, and what several have in common.
+
+    A committed path is *known* as long as cheap sources proposed its nodes, and *extra* below a node that only costly
+    ones proposed. With K_j and X_j the probabilities that a path is followed to depth j on either,
+
+        K_j = K_(j-1) known_j        X_j = (K_(j-1) - K_j) joins + X_(j-1) goes_on_j
+
+    and the accepted tokens are the sum of both over all depths that are grown.
+    """
+
+    def __init__(self, preset: DraftPreset, sources: Sequence[str], sampled: bool) -> None:
+        # The preset's width first: of equal ones it is taken.
+        self.widths = tuple(sorted(range(len(WIDTHS)), key=lambda index: WIDTHS[index] != preset.width))
+        self.known = [[Rate(p) for _ in range(DEEPEST + 1)] for p in _KNOWN_PRIOR]
+        self.sources = {name: SourceRates(preset, name, sampled) for name in sources}
+        # Of what another costly source lacks, a second one has less than of what the cheap ones lack.
+        self.beyond = {(a, b): Rate(preset.right(a) / 3.0) for a in sources for b in sources if a != b}
+
+    def known_path(self, promise: int, factor: float) -> list[float]:
+        """K_0 to K_DEEPEST."""
+        reached, path = 1.0, [1.0]
+        for rate in self.known[promise][1:]:
+            reached *= min(_SURE, rate.value * factor)
+            path.append(reached)
+        return path
+
+
+def extra_tokens(known_path: Sequence[float], joins: Sequence[float], goes_on: Sequence[float]) -> list[float]:
+    """Tokens that costly sources add to a known path, by depth grown: float[DEEPEST + 1].
+
+    Args:
+        joins: at the root and deeper.
+        goes_on: by depth.
+    """
+    reached = total = 0.0
+    tokens = [0.0]
+    for depth in range(1, DEEPEST + 1):
+        reached = (known_path[depth - 1] - known_path[depth]) * joins[depth > 1] + reached * goes_on[depth]
+        total += reached
+        tokens.append(total)
+    return tokens
+
+
+def promise_of(expected_tokens: float) -> int:
+    """Which of the NUM_PROMISES classes the cheap sources' own estimate of their acceptance falls into."""
+    return sum(expected_tokens >= bound for bound in _PROMISES)

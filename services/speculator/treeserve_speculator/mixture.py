@@ -1,0 +1,266 @@
+"""Makes one tree of what several sources drafted, by how likely each node is to come true given all that they say.
+
+For each node that some source expands, one logistic model says how likely each proposed child is to be emitted if the
+node is. There is a model for each set of sources that expand a node, because a source without an opinion tells nothing
+and one that spread its probability over other tokens tells a lot. Its features, for each source of the set: the log-odds
+that the source claims for the child and the child's rank, or that it did not propose it; and how often the source was
+right in this sequence. The models learn from every committed token, for all sequences together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TypeAlias
+
+from treeserve_core.tree import TokenTree
+from treeserve_speculator.calibration import RANK_CLASSES, Calibration, OnlineLogistic, log_odds, probability
+
+# Features of a node, and for each source of the set from an offset on. What a source says of a child is either a claim
+# (odds, one of the ranks, for its first child trust) or silence (silent, trust in silence).
+_BIAS, _FIRST_LEVEL, _DEEP, _COMMON = 0, 1, 2, 3
+_ODDS, _RANK, _TRUST, _SILENT, _SILENT_TRUST, _PER_SOURCE = 0, 1, 1 + RANK_CLASSES, 2 + RANK_CLASSES, 3 + RANK_CLASSES, 7
+_DEEP_FROM = 4
+# Prior weights. Sources agree more often by looking at the same thing than by chance: two claims count less than twice.
+_PRIOR_BIAS, _PRIOR_ODDS, _PRIOR_TRUST, _PRIOR_SILENT = -0.2, 0.8, 1.0, -1.0
+_TRUST_GAIN, _TRUST_DECAY, _TRUST_SLOPE = 0.25, 0.1, 0.7
+
+
+@dataclass(frozen=True)
+class MixBounds:
+    """Bounds of a mixed tree.
+
+    Attributes:
+        max_nodes: the root not counted.
+        max_depth: deepest node.
+        least: least path probability of a node: below, it costs more than it brings.
+    """
+
+    max_nodes: int
+    max_depth: int
+    least: float = 0.0
+
+
+class Opinion:
+    """One source's tree for one root, with what mixing needs of it."""
+
+    __slots__ = ("children", "mask", "odds", "token_ids")
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.mask = tree.source_masks[-1] if tree.source_masks is not None else 0
+        self.children = tree.children
+        self.token_ids = tree.token_ids
+        self.odds = log_odds(tree.log_probs or (0.0,) * len(tree))
+
+
+# Where sources are in their trees at one node of the mixed tree.
+_Places: TypeAlias = Sequence[tuple[Opinion, int]]
+# A source proposes a token as this child of its node, the so-manyth.
+_Claim: TypeAlias = tuple[Opinion, int, int]
+
+
+@dataclass(eq=False)
+class MixedSequence:
+    """What a mixture keeps of one sequence.
+
+    Attributes:
+        trust: for each source (by its mask) how much more often its first children were right here than it said.
+        places: where the tokens committed since have led in its last trees.
+        depth: of that place.
+    """
+
+    trust: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    places: _Places = ()
+    depth: int = 0
+    is_greedy: bool = True
+
+
+@dataclass(frozen=True)
+class _Children:
+    """What the sources say below one node: who expands it, and for each token who proposes it, as which child."""
+
+    masks: tuple[int, ...]
+    claims: dict[int, list[_Claim]]  # by token
+
+    @classmethod
+    def of(cls, places: _Places) -> _Children:
+        masks: list[int] = []
+        claims: dict[int, list[_Claim]] = {}
+        for opinion, node in places:
+            children = opinion.children[node]
+            if children:
+                masks.append(opinion.mask)
+                token_ids = opinion.token_ids
+                for rank, child in enumerate(children):
+                    token_id = token_ids[child]
+                    if token_id in claims:
+                        claims[token_id].append((opinion, child, rank))
+                    else:
+                        claims[token_id] = [(opinion, child, rank)]
+        return cls(tuple(masks), claims)
+
+    def places_below(self, token_id: int) -> _Places:
+        return [(opinion, child) for opinion, child, _ in self.claims.get(token_id, ())]
+
+
+class Mixture:
+    """The models, shared by all sequences of a drafter. Not thread-safe."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._models: dict[tuple[bool, tuple[int, ...]], OnlineLogistic] = {}
+        self._calibrations: defaultdict[tuple[bool, int], Calibration] = defaultdict(Calibration)
+
+    def calibration(self, mask: int, *, is_greedy: bool) -> Calibration:
+        """What the claims of a source alone are worth, in sequences that are sampled greedily or not."""
+        return self._calibrations[is_greedy, mask]
+
+    def mix(
+        self, sequence: MixedSequence, trees: Sequence[TokenTree], bounds: MixBounds, *, is_greedy: bool
+    ) -> TokenTree:
+        """The most likely nodes of all trees, as a tree whose log-probabilities are this mixture's.
+
+        Args:
+            trees: at least one, over the same root, without draws; each with its source's mask on all nodes.
+            is_greedy: whether the target takes its most probable token: what sources claim means something else if not.
+        """
+        opinions = sorted((Opinion(tree) for tree in trees if len(tree) > 1), key=attrgetter("mask"))
+        sequence.places, sequence.depth, sequence.is_greedy = [(opinion, 0) for opinion in opinions], 0, is_greedy
+        terms = _Terms(self, sequence)
+        token_ids, parents, log_probs, masks = [trees[0].token_ids[0]], [-1], [0.0], [0]
+        # (-path probability, depth, order, parent, token, probability, claims)
+        heap: list[tuple[float, int, int, int, int, float, list[_Claim]]] = []
+        order, node, path, depth, places = 0, 0, 1.0, 0, sequence.places
+        while True:
+            if depth < bounds.max_depth and (node == 0 or token_ids[node] not in self._eos_token_ids):
+                children = _Children.of(places)
+                least = bounds.least / path
+                for token_id, p in terms.rated(children, depth + 1):
+                    if p >= least:
+                        order += 1
+                        claims = children.claims[token_id]
+                        heappush(heap, (-path * p, depth + 1, order, node, token_id, p, claims))
+            if not heap or len(token_ids) > bounds.max_nodes:
+                break
+            negative, depth, _, parent, token_id, p, claims = heappop(heap)
+            path, node = -negative, len(token_ids)
+            token_ids.append(token_id)
+            parents.append(parent)
+            log_probs.append(math.log(p))
+            masks.append(sum([opinion.mask for opinion, _, _ in claims]))
+            places = [(opinion, child) for opinion, child, _ in claims]
+        return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(masks))
+
+    def learn(self, sequence: MixedSequence, new_tokens: Iterable[int]) -> None:
+        """Follow the sequence's last trees along newly committed tokens, and learn from each node on the way."""
+        for token_id in new_tokens:
+            children = _Children.of(sequence.places)
+            sequence.depth += 1
+            if not children.masks:
+                sequence.places = ()
+                return
+            self._learn(sequence, children, token_id)
+            sequence.places = children.places_below(token_id)
+
+    def _learn(self, sequence: MixedSequence, children: _Children, token_id: int) -> None:
+        model = self.model(sequence.is_greedy, children.masks)
+        observations = []
+        for candidate, claims in children.claims.items():
+            features = _features(sequence, children.masks, claims, sequence.depth)
+            p = probability(sum([model.weights[i] * x for i, x in features.items()]))
+            observations.append((features, p, candidate == token_id))
+        model.learn(observations)
+        for opinion, node in sequence.places:
+            ids = opinion.children[node]
+            if ids:
+                right = next((rank for rank, child in enumerate(ids) if opinion.token_ids[child] == token_id), None)
+                trust, said = sequence.trust[opinion.mask], probability(_TRUST_SLOPE * opinion.odds[ids[0]])
+                sequence.trust[opinion.mask] = trust + _TRUST_GAIN * ((right == 0) - said) - _TRUST_DECAY * trust
+
+    def model(self, is_greedy: bool, masks: tuple[int, ...]) -> OnlineLogistic:
+        """The model for nodes that these sources expand."""
+        model = self._models.get((is_greedy, masks))
+        if model is None:
+            of_source = [0.0] * _PER_SOURCE
+            of_source[_ODDS], of_source[_TRUST] = _PRIOR_ODDS / math.sqrt(len(masks)), _PRIOR_TRUST
+            of_source[_SILENT] = _PRIOR_SILENT
+            model = OnlineLogistic([_PRIOR_BIAS, 0.0, 0.0, *(of_source * len(masks))])
+            self._models[is_greedy, masks] = model
+        return model
+
+
+def _features(
+    sequence: MixedSequence, masks: tuple[int, ...], claims: Sequence[_Claim], depth: int
+) -> dict[int, float]:
+    """What a model is told of one proposed child: see the offsets above."""
+    features = {_BIAS: 1.0}
+    if depth == 1:
+        features[_FIRST_LEVEL] = 1.0
+    elif depth >= _DEEP_FROM:
+        features[_DEEP] = 1.0
+    said = {opinion.mask: (opinion.odds[child], rank) for opinion, child, rank in claims}
+    for at, mask in enumerate(masks):
+        offset = _COMMON + at * _PER_SOURCE
+        if mask in said:
+            odds, rank = said[mask]
+            features[offset + _ODDS] = odds
+            features[offset + _RANK + min(rank, RANK_CLASSES - 1)] = 1.0
+            if rank == 0:
+                features[offset + _TRUST] = sequence.trust[mask]
+        else:
+            features[offset + _SILENT] = 1.0
+            features[offset + _SILENT_TRUST] = sequence.trust[mask]
+    return features
+
+
+class _Terms:
+    """The models' terms for one sequence at one root, summed up as far as they are the same for many nodes."""
+
+    def __init__(self, mixture: Mixture, sequence: MixedSequence) -> None:
+        self._mixture = mixture
+        self._sequence = sequence
+        # For each set of sources: what all being silent is worth by depth; for each source its slope, and by rank what
+        # a claim is worth instead of silence.
+        self._terms: dict[tuple[int, ...], tuple[list[float], dict[int, tuple[float, list[float]]]]] = {}
+
+    def rated(self, children: _Children, depth: int) -> list[tuple[int, float]]:
+        """Each proposed token below a node and its probability; they sum to at most 1."""
+        if not children.masks:
+            return []
+        terms = self._terms.get(children.masks)
+        if terms is None:
+            terms = self._terms[children.masks] = self._sum_up(children.masks)
+        silence, of_source = terms[0][min(depth, _DEEP_FROM)], terms[1]
+        rated: list[tuple[int, float]] = []
+        total = 0.0
+        for token_id, claims in children.claims.items():
+            z = silence
+            for opinion, child, rank in claims:
+                slope, instead = of_source[opinion.mask]
+                z += slope * opinion.odds[child] + instead[rank if rank < RANK_CLASSES else -1]
+            p = 1.0 / (1.0 + math.exp(-z)) if z > -30.0 else 1e-13
+            total += p
+            rated.append((token_id, p))
+        if total > 1.0:
+            return [(token_id, p / total) for token_id, p in rated]
+        return rated
+
+    def _sum_up(self, masks: tuple[int, ...]) -> tuple[list[float], dict[int, tuple[float, list[float]]]]:
+        w, trust = self._mixture.model(self._sequence.is_greedy, masks).weights, self._sequence.trust
+        silence = w[_BIAS]
+        of_source: dict[int, tuple[float, list[float]]] = {}
+        for at, mask in enumerate(masks):
+            own = w[_COMMON + at * _PER_SOURCE : _COMMON + (at + 1) * _PER_SOURCE]
+            silent = own[_SILENT] + own[_SILENT_TRUST] * trust[mask]
+            instead = [value - silent for value in own[_RANK : _RANK + RANK_CLASSES]]
+            instead[0] += own[_TRUST] * trust[mask]
+            silence += silent
+            of_source[mask] = own[_ODDS], instead
+        by_depth = [silence] * (_DEEP_FROM + 1)
+        by_depth[1] += w[_FIRST_LEVEL]
+        by_depth[_DEEP_FROM] += w[_DEEP]
+        return by_depth, of_source

@@ -1,0 +1,136 @@
+"""Drafts with tables of how the target itself goes on after a few tokens: a best-first tree, and no model call."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from treeserve_core.acceptance import AcceptanceRule
+from treeserve_core.draws import Draws
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.noise import nearly_gumbel
+from treeserve_core.sampling import SamplingParams
+from treeserve_core.tree import TokenTree
+from treeserve_speculator.config import NGRAM_TABLE
+from treeserve_speculator.drafter_files import DrafterFolder
+from treeserve_speculator.sequence import DraftSequence
+from treeserve_speculator.sources.base import SourceSettings
+from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, draw_children
+from treeserve_speculator.sources.ngram_table_file import NgramTable, Successors
+
+_DRAWN_WIDTH = 4
+# Hotter requests are drafted for as if they were this hot: there is little to guess, and exp must not overflow.
+_MAX_TEMPERATURE = 8.0
+
+
+class NgramTableSource:
+    """Proposes the paths that are most probable by a table.
+
+    The table knows the average text. Tokens that the sequence has shown before are likelier than it says, and so are
+    those that the target's noise favours; how much is in the table's calibration, learned where the table was made.
+
+    Args:
+        max_depth: deepest node.
+        min_probability: least path probability of a node.
+    """
+
+    name = NGRAM_TABLE
+    wants_top_tokens = False
+
+    def __init__(
+        self,
+        table: NgramTable,
+        eos_token_ids: frozenset[int],
+        *,
+        max_depth: int = 8,
+        min_probability: float = 0.01,
+    ) -> None:
+        self._table = table
+        self._eos_token_ids = eos_token_ids
+        self._max_depth = max_depth
+        self._min_probability = min_probability
+
+    def open(self, state: DraftSequence) -> None:
+        """Note which tokens occur."""
+        state.source_state[self.name] = set(state.tokens)
+
+    def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
+        """Note which tokens occur."""
+        state.source_state[self.name].update(new_tokens)
+
+    def close(self, state: DraftSequence) -> None:
+        """Drop the note."""
+        state.source_state.pop(self.name, None)
+
+    def propose(self, state: DraftSequence, budget: int) -> TokenTree | None:
+        """The `budget` most probable nodes; None where nothing is probable."""
+        if state.acceptance is AcceptanceRule.MULTI_STEP and not state.sampling.is_greedy:
+            tree = self._drawn(state, budget)
+        else:
+            tree = self._best(state, budget)
+        return tree if len(tree) > 1 else None
+
+    def _best(self, state: DraftSequence, budget: int) -> TokenTree:
+        sampling = state.sampling
+        if state.acceptance is AcceptanceRule.TYPICAL:  # probable tokens pass, whatever the noise would have drawn
+            sampling = replace(sampling, temperature=0.0)
+        seen: set[int] = state.source_state[self.name]
+        least, context_len = math.log(self._min_probability), self._table.max_order
+        token_ids, parents, depths, log_probs = [state.tokens[-1]], [-1], [0], [0.0]
+        contexts = [tuple(state.tokens[: -context_len - 1 : -1])]
+        path_log_probs, children = [0.0], [self._children(contexts[0], seen, sampling, len(state.tokens))]
+        # (-path log-probability, parent, rank): rank r + 1 enters when rank r leaves, so it stays small.
+        heap: list[tuple[float, int, int]] = []
+
+        def offer(parent: int, rank: int) -> None:
+            if rank < len(children[parent]):
+                path_log_prob = path_log_probs[parent] + children[parent][rank][0]
+                if path_log_prob >= least:
+                    heapq.heappush(heap, (-path_log_prob, parent, rank))
+
+        offer(0, 0)
+        while heap:
+            negative, parent, rank = heapq.heappop(heap)
+            log_prob, token_id = children[parent][rank]
+            node, depth = len(token_ids), depths[parent] + 1
+            token_ids.append(token_id)
+            parents.append(parent)
+            log_probs.append(log_prob)
+            if node == budget:
+                break
+            depths.append(depth)
+            path_log_probs.append(-negative)
+            contexts.append((token_id, *contexts[parent][: context_len - 1]))
+            expanded = depth < self._max_depth and token_id not in self._eos_token_ids
+            children.append(
+                self._children(contexts[node], seen, sampling, len(state.tokens) + depth) if expanded else []
+            )
+            offer(parent, rank + 1)
+            offer(node, 0)
+        return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs))
+
+    def _children(
+        self, latest_first: tuple[int, ...], seen: set[int], sampling: SamplingParams, position: int
+    ) -> list[tuple[float, int]]:
+        """What may follow a context: log-probabilities and tokens, the most probable first."""
+        found = self._table.successors(latest_first)
+        weights = self._weights(found, seen)
+        rest = found.rest
+        if not sampling.is_greedy:
+            calibration, temperature = self._table.calibration, min(sampling.temperature, _MAX_TEMPERATURE)
+            power = calibration.noise * temperature
+            noise = nearly_gumbel(sampling.seed, position, found.token_ids)
+            weights = [weight * math.exp(power * g) for weight, g in zip(weights, noise, strict=True)]
+            rest *= math.exp(calibration.rest_noise * temperature)
+        total = rest + sum(weights)
+        ranked = sorted(zip(weights, found.token_ids, strict=True), key=_by_weight)
+        return [(math.log(weight / total), token_id) for weight, token_id in ranked]
+
+    def _weights(self, found: Successors, seen: set[int]) -> list[float]:
+        again = self._table.calibration.again
+        pairs = zip(found.weights, found.token_ids, strict=True)
+        return [weight * again if token_id in seen else weight for weight, token_id in pairs]

@@ -1,0 +1,198 @@
+"""The file of an n-gram table: for a context of a few tokens, how the target goes on, mapped read-only and shared.
+
+Contexts are not stored, only where their hash leads: its upper half chooses a bucket, its lowest 16 bits are a
+fingerprint, compared with those of the few contexts in that bucket. An unknown context is taken for a known one about
+once in ten thousand look-ups, which costs a few useless nodes. A context takes 4 bytes and each token that may follow
+it 3: the id, and its log-probability in sixteenths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays, write_arrays
+from treeserve_engine.made_once import content_hash
+
+FORMAT_VERSION = 1
+_KIND = "ngram table"
+_CONTEXTS_PER_BUCKET = 4
+_STEPS_PER_NAT = 16
+_LOG_PROBS = tuple(-step / _STEPS_PER_NAT for step in range(256))
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK_64 = (1 << 64) - 1
+EMPTY_CONTEXT = 0  # hash of the context of no tokens
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def longer_context(context_hash: int, token_id: int) -> int:
+    """Hash of a context with one token more at its far end: contexts grow from the latest token backwards."""
+    mixed = (context_hash + token_id + 1) * _MULTIPLIER & _MASK_64
+    return mixed ^ (mixed >> 29)
+
+
+def longer_contexts(context_hashes: UInt64Array, token_ids: UInt64Array) -> UInt64Array:
+    """`longer_context` of arrays."""
+    mixed = (context_hashes + token_ids + np.uint64(1)) * np.uint64(_MULTIPLIER)
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+@dataclass(frozen=True)
+class TableIdentity:
+    """Whose tokens a table speaks of.
+
+    Attributes:
+        tokenizer_hash: identity of the target's tokenizer.
+        vocab_size: token ids are below it.
+    """
+
+    tokenizer_hash: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class TableEntries:
+    """What a table holds, in any order of contexts.
+
+    Attributes:
+        context_hashes: uint64[contexts], each once.
+        ends: int64[contexts], where each context's tokens end in the arrays below; they begin where the last one's end.
+        token_ids: integers[tokens], the most probable of each context first.
+        log_probs: float[tokens], natural logarithms.
+    """
+
+    context_hashes: UInt64Array
+    ends: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[Any]
+    log_probs: npt.NDArray[np.floating[Any]]
+
+
+def table_bytes(num_contexts: int, num_tokens: int, vocab_size: int) -> int:
+    """Size of a file with that much in it, without its index of about a kilobyte."""
+    buckets = num_contexts // _CONTEXTS_PER_BUCKET + 1
+    return 8 * (buckets + 1) + 3 * num_contexts + (1 + np.min_scalar_type(vocab_size - 1).itemsize) * num_tokens
+
+
+def write_table(path: Path, identity: TableIdentity, max_order: int, entries: TableEntries) -> None:
+    """Write a table of contexts of up to `max_order` tokens."""
+    num_buckets = len(entries.context_hashes) // _CONTEXTS_PER_BUCKET + 1
+    buckets = (entries.context_hashes >> np.uint64(32)) * np.uint64(num_buckets) >> np.uint64(32)
+    order = np.argsort(buckets, kind="stable")
+    lengths = np.diff(entries.ends, prepend=0)
+    begins = entries.ends - lengths
+    lengths, begins = lengths[order], begins[order]
+    ends = np.cumsum(lengths)
+    moved = np.arange(len(entries.token_ids)) + np.repeat(begins - (ends - lengths), lengths)
+    first_context = np.searchsorted(buckets[order], np.arange(num_buckets + 1, dtype=np.uint64))
+    steps = np.rint(-entries.log_probs[moved] * _STEPS_PER_NAT)
+    write_arrays(
+        path,
+        [
+            ("kind", _KIND),
+            ("version", FORMAT_VERSION),
+            ("tokenizer_hash", identity.tokenizer_hash),
+            ("vocab_size", identity.vocab_size),
+            ("max_order", max_order),
+            ("first_context", first_context.astype(np.uint32)),
+            ("first_token", np.append(0, ends)[first_context].astype(np.uint32)),
+            ("fingerprints", entries.context_hashes[order].astype(np.uint16)),
+            ("lengths", lengths.astype(np.uint8)),
+            ("token_ids", entries.token_ids[moved].astype(np.min_scalar_type(identity.vocab_size - 1))),
+            ("log_probs", np.clip(steps, 0, len(_LOG_PROBS) - 1).astype(np.uint8)),
+        ],
+    )
+
+
+class NgramTable:
+    """A table of a file. The arrays are memory views: one number out of them costs a tenth of what numpy's do."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self.identity = TableIdentity(items["tokenizer_hash"], items["vocab_size"])
+        self.max_order: int = items["max_order"]
+        self._num_buckets = len(items["first_context"]) - 1
+        self._first_context = memoryview(items["first_context"])
+        self._first_token = memoryview(items["first_token"])
+        self._fingerprints = memoryview(items["fingerprints"])
+        self._lengths = memoryview(items["lengths"])
+        self._token_ids = memoryview(items["token_ids"])
+        self._log_probs = memoryview(items["log_probs"])
+
+    @classmethod
+    def open(cls, path: Path, identity: TableIdentity, cache_dir: Path) -> NgramTable:
+        """Map a file.
+
+        Args:
+            identity: the target's.
+            cache_dir: where the file's hash is remembered.
+
+        Raises:
+            InvalidArgumentError: if it cannot be read, is damaged, is something else, or was made for another target.
+        """
+        try:
+            items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+        except (DamagedFileError, OSError) as error:
+            raise InvalidArgumentError("ngram_table", f"{path} cannot be used: {error}") from error
+        if items.get("kind") != _KIND or items.get("version") != FORMAT_VERSION:
+            raise InvalidArgumentError("ngram_table", f"{path} is not an n-gram table of version {FORMAT_VERSION}")
+        table = cls(items)
+        if table.identity.tokenizer_hash != identity.tokenizer_hash:
+            raise InvalidArgumentError("ngram_table", f"{path} was made for another tokenizer than the target's")
+        if table.identity.vocab_size > identity.vocab_size:
+            raise InvalidArgumentError(
+                "ngram_table", f"{path} has {table.identity.vocab_size} token ids, the target {identity.vocab_size}"
+            )
+        return table
+
+    def __len__(self) -> int:
+        return len(self._fingerprints)
+
+    def longest(self, latest_first: Sequence[int]) -> tuple[int, list[int], list[float]] | None:
+        """What follows the longest known beginning of a context, given from its latest token backwards.
+
+        Returns:
+            How many tokens of the context were known, the ids that may follow, the most probable first, and their
+            log-probabilities, which sum to less than 1: the rest is anything else. None if nothing is known at all.
+        """
+        hashes = [EMPTY_CONTEXT]
+        for token_id in latest_first[: self.max_order]:
+            hashes.append(longer_context(hashes[-1], token_id))
+        for known in range(len(hashes) - 1, -1, -1):
+            found = self._find(hashes[known])
+            if found is not None:
+                begin, end = found
+                steps = self._log_probs[begin:end]
+                return known, self._token_ids[begin:end].tolist(), [_LOG_PROBS[step] for step in steps]
+        return None
+
+    def _find(self, context_hash: int) -> tuple[int, int] | None:
+        """Where the tokens after a context begin and end."""
+        bucket = (context_hash >> 32) * self._num_buckets >> 32
+        first, last = self._first_context[bucket], self._first_context[bucket + 1]
+        fingerprints = self._fingerprints[first:last].tolist()
+        fingerprint = context_hash & 0xFFFF
+        if fingerprint not in fingerprints:
+            return None
+        context = first + fingerprints.index(fingerprint)
+        begin = self._first_token[bucket] + sum(self._lengths[first:context])
+        return begin, begin + self._lengths[context]
+
+
+def rounded(log_probs: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """Log-probabilities as a file keeps them."""
+    steps = np.clip(np.rint(-log_probs * _STEPS_PER_NAT), 0, len(_LOG_PROBS) - 1)
+    result: npt.NDArray[np.float64] = steps / -_STEPS_PER_NAT
+    return result
+
+
+def remainder(log_probs: Sequence[float]) -> float:
+    """Probability of everything that a list does not name."""
+    return max(0.0, 1.0 - math.fsum(map(math.exp, log_probs)))

@@ -1,0 +1,206 @@
+"""`treeserve train`: data, drafters and a report for one target model. A run that is stopped goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.checkpoint import prepare_checkpoint
+from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.sources.base import DraftSource, SourceSettings
+from treeserve_speculator.sources.registry import build_sources
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_training.agreement import measure_agreement
+from treeserve_training.config import NGRAM_TABLE, SSM, TrainConfig
+from treeserve_training.display import Display
+from treeserve_training.generate import generate_data
+from treeserve_training.held_out import Together, follow
+from treeserve_training.memory import keep_freed_memory
+from treeserve_training.records import read_about, read_counts, read_samples
+from treeserve_training.report import Report
+from treeserve_training.ssm_export import drafter_target, export_ssm
+from treeserve_training.ssm_training import SsmTrainer, Supervision, TrainedSsm
+from treeserve_training.training_set import ContextCut
+
+_BUDGETS = (4, 8, 24)  # nodes of the trees that the report follows
+_HELD_OUT_SEQUENCES = 200  # whose rows are compared without trees
+
+
+def train(config: TrainConfig, console: Console) -> bool:
+    """Do all that is asked for; whether it was finished, or stopped by SIGTERM or SIGINT before.
+
+    Raises:
+        InvalidArgumentError: if the model or the data cannot be used.
+    """
+    keep_freed_memory()
+    torch.set_num_threads(config.threads)
+    with Display(console) as display:
+        model_folder = prepare_checkpoint(config.target, config.cache_dir, display.tell)
+        data = _data(config, model_folder, display.tell)
+        stop = _StopSignals()
+        run = _Run(config, model_folder, data, display, stop)
+        return run.build()
+
+
+class _StopSignals:
+    """Whether SIGTERM or SIGINT came. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.came = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.came = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+class _Run:
+    """One run: what is built of the data, and the report on it."""
+
+    def __init__(
+        self, config: TrainConfig, model_folder: Path, data: Path, display: Display, stop: _StopSignals
+    ) -> None:
+        self._config = config
+        self._model_folder = model_folder
+        self._data = data
+        self._display = display
+        self._stop = stop
+        self._report = Report(_plain(asdict(config)), read_counts(data))
+        self._target = drafter_target(model_folder, config.name)
+
+    def build(self) -> bool:
+        """Build every part; false if stopped before the end."""
+        sources: list[str] = []
+        if NGRAM_TABLE in self._config.build:
+            sources.append(self._build_ngram_table())
+        if SSM in self._config.build:
+            trained = self._build_ssms()
+            if trained is None:
+                self._display.tell("stopped; the same command goes on from here")
+                return False
+            sources += [drafter.source for drafter in trained]
+        self._follow(sources)
+        for line in (*self._report.lines(), *map(str, self._report.write(self._config.work_folder))):
+            self._display.tell(line)
+        return True
+
+    def _build_ssms(self) -> list[TrainedSsm] | None:
+        config = self._config
+        cut = ContextCut(common_prefix(self._model_folder), config.max_context)
+        watch = Supervision(self._display.tell, self._display.on_step, lambda: self._stop.came)
+        trainer = SsmTrainer(config, self._model_folder, self._data, cut, watch)
+        trained = trainer.run()
+        if trained is None:
+            return None
+        held_out = trainer.sequences("validation")[:_HELD_OUT_SEQUENCES]
+        for drafter in trained:
+            self._report.agreement[drafter.source] = measure_agreement(drafter.model, held_out, config.hard_weight)
+            export_ssm(
+                drafter.model,
+                trainer.vocabulary,
+                cut_prefix=cut.prefix,
+                source=drafter.source,
+                folder=config.out_folder,
+                target=self._target,
+                licence=config.licence,
+                recipe=self._recipe(drafter),
+            )
+        self._report.curves = self._display.curves
+        return trained
+
+    def _recipe(self, drafter: TrainedSsm) -> dict[str, Any]:
+        config = self._config
+        return {
+            "command": "treeserve train",
+            "data": {**read_about(self._data), **self._report.data},
+            "initialised_from": "the target's first layers" if config.start is None else f"{config.start}",
+            "boost_tuned_among": config.ssms,
+            "layers": config.layers,
+            "hard_weight": config.hard_weight,
+            "max_context": config.max_context,
+            "sequences_per_step": config.sequences_per_step,
+            "seed": config.seed,
+            "optimiser": {**asdict(drafter.recipe), "name": "AdamW"},
+            "trained_on": {"sequences": drafter.progress.sequences, "outputs": drafter.progress.outputs},
+            "agreement": asdict(self._report.agreement[drafter.source]),
+        }
+
+    def _follow(self, names: Sequence[str]) -> None:
+        """Draft along held-out outputs with each source, and with all of them."""
+        if not self._config.held_out or not names:
+            return
+        samples = list(islice(read_samples(self._data, split="validation"), self._config.held_out))
+        built = self._sources(names)
+        sources: list[DraftSource] = [*built, Together(built)] if len(built) > 1 else built
+        for source in sources:
+            self._report.trees[source.name] = {budget: follow(source, samples, budget) for budget in _BUDGETS}
+
+    def _sources(self, names: Sequence[str]) -> list[DraftSource]:
+        config, target = self._config, self._target
+        settings = SpeculatorConfig(
+            self._model_folder,
+            config.name,
+            sources=tuple(names),
+            drafter_folder=config.out_folder,
+            threads=config.threads,
+            cache_dir=config.cache_dir,
+        )
+        eos = frozenset(Tokenizer.from_folder(self._model_folder).eos_token_ids)
+        return list(build_sources(SourceSettings(settings, target.vocab_size, target.tokenizer_hash, eos)))
+
+
+def common_prefix(model_folder: Path) -> tuple[int, ...]:
+    """The tokens that every conversation begins with, whatever the user says; none without a chat template."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    try:
+        first, second = (tokenizer.render_chat([{"role": "user", "content": text}]) for text in ("1", "a"))
+    except InvalidArgumentError:
+        return ()
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return tuple(token_id for token_id, _ in same)
+
+
+def _data(config: TrainConfig, model_folder: Path, tell: Callable[[str], None]) -> Path:
+    """The data folder, filled as far as is asked for."""
+    if config.data is not None and config.data.is_dir():
+        folder, prompts = config.data, None
+    elif config.data is not None:
+        digest = hashlib.sha256(config.data.read_bytes()).hexdigest()[:16]
+        folder, prompts = config.work_folder / f"data-{digest}", config.data
+    else:
+        folder, prompts = config.work_folder / "data", None
+    have = read_counts(folder).get("tokens", 0) if folder.is_dir() else 0
+    if have < config.tokens and (config.data is None or prompts is not None):
+        generate_data(
+            model_folder,
+            folder,
+            tokens=config.tokens,
+            threads=config.threads,
+            cache_dir=config.cache_dir,
+            seed=config.seed,
+            prompts_jsonl=prompts,
+            progress=tell,
+        )
+    about = read_about(folder)
+    if about["tokenizer"] != Tokenizer.from_folder(model_folder).hash:
+        raise InvalidArgumentError("data", f"{folder} was made with another tokenizer than the model's")
+    return folder
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
