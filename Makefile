@@ -19,10 +19,10 @@ IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock
 export TREESERVE_CACHE := $(CACHE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up test lint format protos lock bench-forward bench-quality peers bench-peers gpu-check kernels clean
+.PHONY: help setup run up test lint format protos lock bench-forward bench-quality bench-acceptance peers bench-peers gpu-check kernels clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) $(MODEL) $(NATIVE) ## Create .venv from the hashed lock, build the kernels, fetch the default model
 
@@ -59,7 +59,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/mypy protos/generate.py requirements/*.py benchmarks/*.py
-	$(BIN)/mypy -p benchmarks.peers
+	$(BIN)/mypy -p benchmarks.peers -p benchmarks.acceptance
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb
@@ -86,6 +86,9 @@ bench-forward: setup ## Time a forward pass of each numeric mode beside the memo
 
 bench-quality: setup ## Perplexity, top-1 agreement and KL of each numeric mode against float32
 	$(BIN)/python -m benchmarks.quality --model $(MODEL)
+
+bench-acceptance: setup ## Acceptance length and speed of every draft source on held-out prompts; ARGS=--quick, --live
+	$(BIN)/python -m benchmarks.acceptance $(ARGS)
 
 peers: $(PEERS)/llama_cpp/.installed $(PEERS)/vllm/.installed ## Install the peers of bench-peers (4 GB; llama.cpp compiles for ten minutes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ class CostTable:
         return cls(content["name"], content["origin"], CostModel(table))
 
     @classmethod
-    def measure(cls, runner: ModelRunner, clock_s: Callable[[], float] = time.perf_counter) -> CostTable:
+    def measure(cls, runner: ModelRunner, clock_s: Callable[[], float]) -> CostTable:
         """This machine's: forward passes of growing trees after 256 tokens, the fastest of many for each size."""
         blocks, seq_id = runner.blocks, 0
         blocks.add(seq_id)

@@ -121,16 +121,23 @@ def looping(
     return {"share": share, "acceptance_length": lengths}
 
 
-def widths(result: Mapping[str, Any]) -> dict[str, Any]:
-    """[mode]: acceptance length with one to five draft models, by budget, beside SpecInfer's."""
+def widths(result: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:
+    """[mode]: acceptance length with one to five draft models by budget, beside SpecInfer's.
+
+    Args:
+        also: configurations of one other draft model, to hold against them.
+    """
     found: dict[str, Any] = {}
     for mode in (GREEDY, SAMPLED):
-        ours = {
-            nodes: [by_mode[mode][w]["acceptance_length"][MEAN] for w in WIDTHS if w in by_mode.get(mode, {})]
+        means = {
+            nodes: {name: f["acceptance_length"][MEAN] for name, f in by_mode.get(mode, {}).items()}
             for nodes, by_mode in result["by_nodes"].items()
         }
-        theirs = {data: {"ssm1": narrow, "ssm5": wide} for data, (narrow, wide) in SPECINFER[mode].items()}
-        found[mode] = {"ours_by_nodes": ours, "specinfer": theirs}
+        found[mode] = {
+            "ours_by_nodes": {nodes: [row[w] for w in WIDTHS if w in row] for nodes, row in means.items()},
+            "also": {name: {nodes: row[name] for nodes, row in means.items() if name in row} for name in also},
+            "specinfer": {data: {"ssm1": one, "ssm5": five} for data, (one, five) in SPECINFER[mode].items()},
+        }
     return found
 
 

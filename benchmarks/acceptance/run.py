@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -100,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with console.status("recording plain outputs") as status:
         outputs = record(recorder, tokenizer, options)
-    costs = (CostTable.measure(ModelRunner(load(), 32, 16)), CostTable.read(FLAT_GPU))
+    # One thread computes in this one: its computing time tells what a step costs where nothing else runs.
+    clock_s = time.thread_time if options.threads == 1 else time.perf_counter
+    costs = (CostTable.measure(ModelRunner(load(), 32, 16), clock_s), CostTable.read(FLAT_GPU))
     found = configurations(folder, cache, options)
     target = Target(folder, tokenizer.eos_token_ids)
     passes = Passes(target, outputs, lambda line: console.print(line, highlight=False))
@@ -122,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "planned": report.planned(run, TASKS, costs),
         "looping": report.looping(outputs, run, options.nodes[-1]),
     }
-    result["widths"] = report.widths(result)
+    result["widths"] = report.widths(result, options.also)
     if options.live_rounds:
         plan = live.LivePlan(options.live_rounds, options.live_per_task, options.max_tokens)
         result["live"] = live.measure(settings, options.dtype, options.treeserve_set, outputs, plan, console.print)

@@ -48,7 +48,7 @@ def prompts_of_file(path: Path) -> dict[str, list[Conversation]]:
     for number, entry in enumerate(_entries(path), start=1):
         try:
             conversation = _conversation(entry)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name}, entry {number} has no layout known here: {error!r}") from error
         category = entry.get("category")
         task = f"{path.stem}/{category}" if category else path.stem

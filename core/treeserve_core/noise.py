@@ -10,6 +10,8 @@ Integers are int64 throughout (wrapping), as there: torch has no full uint64 ari
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -101,6 +103,13 @@ def gumbel(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.ND
     """
     u = uniform_counters(seed, position, token_ids).astype(np.float64) * 2.0**-53
     return -exact_log(-exact_log(u))
+
+
+def nearly_gumbel(seed: int, position: int, token_ids: Iterable[int]) -> list[float]:
+    """`gumbel` to about 12 digits, for drafters: faster for fewer than some fifty token ids."""
+    key = _key(seed, position) & _MASK_64
+    bits = (_mix_int(_mix_int((token_id + 1) * _GOLDEN & _MASK_64 ^ key)) for token_id in token_ids)
+    return [-math.log(-math.log((b >> 12 << 1 | 1) * 2.0**-53)) for b in bits]
 
 
 class UniformStream(IntEnum):

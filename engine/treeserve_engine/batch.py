@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +14,9 @@ from treeserve_engine.block_manager import BlockManager
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class SequenceRows:
         ancestor_words: uint64[rows, W], bit j of word w is tree node 64 w + j; the row's own node is included.
         logits_rows: rows whose logits are wanted, in the order in which they are returned.
         node_offset: tree node of the first row; earlier nodes were computed before and have their KV.
+        inputs: float32[rows, H], what enters the first layer in place of the tokens' embeddings.
+        feature_rows: rows whose hidden states are wanted (`HiddenModel`).
     """
 
     seq_id: int
@@ -34,6 +39,8 @@ class SequenceRows:
     ancestor_words: npt.NDArray[np.uint64]
     logits_rows: Sequence[int]
     node_offset: int = 0
+    inputs: Float32Array | None = None
+    feature_rows: Sequence[int] = ()
 
     @classmethod
     def from_tree(cls, seq_id: int, tree: TokenTree) -> SequenceRows:
@@ -66,6 +73,9 @@ class ForwardBatch:
         ancestor_words: uint64[T, W]; bit j of word w is node 64 w + j, the row's own included.
         logits_indices: int64[K], rows whose logits are wanted.
         logits_offsets: the logits of sequence i are logits[logits_offsets[i]:logits_offsets[i + 1]].
+        inputs: float32[T, H] or None: what enters the first layer in place of the tokens' embeddings.
+        feature_rows: int64[F], rows whose hidden states are wanted.
+        feature_offsets: like logits_offsets.
     """
 
     input_ids: Int64Array
@@ -79,13 +89,17 @@ class ForwardBatch:
     block_size: int
     logits_indices: Int64Array
     logits_offsets: tuple[int, ...]
+    inputs: Float32Array | None = None
+    feature_rows: Int64Array = field(default_factory=lambda: _NONE)
+    feature_offsets: tuple[int, ...] = ()
 
 
 def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager) -> ForwardBatch:
     """Lay sequences' rows side by side. Their KV positions must be reserved.
 
     Raises:
-        ValueError: if there is no row, or a sequence's parts differ in length.
+        ValueError: if there is no row, a sequence's parts differ in length, or some sequences bring inputs and some do
+            not.
         RuntimeError: if a row's KV position is not reserved.
     """
     if not rows:
@@ -111,6 +125,9 @@ def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager) -> ForwardBa
         block_size=blocks.block_size,
         logits_indices=_joined([[first + i for i in r.logits_rows] for first, r in zip(offsets, rows, strict=False)]),
         logits_offsets=tuple(accumulate((len(r.logits_rows) for r in rows), initial=0)),
+        inputs=_joined_inputs(rows),
+        feature_rows=_joined([[first + i for i in r.feature_rows] for first, r in zip(offsets, rows, strict=False)]),
+        feature_offsets=tuple(accumulate((len(r.feature_rows) for r in rows), initial=0)),
     )
 
 
@@ -120,8 +137,11 @@ def _check(rows: SequenceRows) -> None:
         raise ValueError(f"sequence {rows.seq_id} has no rows")
     if len(rows.depths) != n or len(rows.ancestor_words) != n:
         raise ValueError(f"{n} tokens, {len(rows.depths)} depths and {len(rows.ancestor_words)} rows of ancestor words")
-    if len(rows.logits_rows) and not (min(rows.logits_rows) >= 0 and max(rows.logits_rows) < n):
-        raise ValueError(f"logits of a row outside [0, {n})")
+    if rows.inputs is not None and len(rows.inputs) != n:
+        raise ValueError(f"{n} tokens and {len(rows.inputs)} inputs")
+    for wanted in (rows.logits_rows, rows.feature_rows):
+        if len(wanted) and not (min(wanted) >= 0 and max(wanted) < n):
+            raise ValueError(f"logits or features of a row outside [0, {n})")
 
 
 def _chain_words(n: int) -> npt.NDArray[np.uint64]:
@@ -135,6 +155,15 @@ def _chain_words(n: int) -> npt.NDArray[np.uint64]:
 def _joined(parts: Sequence[Sequence[int] | Int64Array]) -> Int64Array:
     arrays = [np.asarray(part, dtype=np.int64) for part in parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined_inputs(rows: Sequence[SequenceRows]) -> Float32Array | None:
+    parts = [r.inputs for r in rows if r.inputs is not None]
+    if not parts:
+        return None
+    if len(parts) != len(rows):
+        raise ValueError(f"{len(parts)} of {len(rows)} sequences bring inputs")
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _joined_words(words: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:

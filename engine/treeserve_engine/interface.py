@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
+from treeserve_kernels.cpu.decoder import HiddenStates
 
 
 class ModelLimits(Protocol):
@@ -57,6 +60,23 @@ class Model(Protocol):
 
         Returns:
             Logits of the rows asked for, float32[K, vocab_size].
+        """
+
+
+@runtime_checkable
+class HiddenModel(Model, Protocol):
+    """A model that shows its hidden states and takes inputs in place of tokens."""
+
+    @property
+    def feature_shape(self) -> FeatureShape:
+        """What drafters are sent of it."""
+
+    def forward_hidden(self, batch: ForwardBatch, kv: Any, layers: Sequence[int]) -> HiddenStates:
+        """`forward`, whose logits these are to the bit, with the hidden states behind them.
+
+        Args:
+            layers: after how many layers the batch's feature rows are wanted: ascending, each at least 1 and below the
+                number of layers.
         """
 
 

@@ -6,6 +6,7 @@ prefill chunk. Every operation either treats rows one by one or is made to (`lin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
 from treeserve_engine.kv_cache import KvCache
@@ -22,7 +24,7 @@ from treeserve_engine.linear import Int8Linear, Linear, RowTiles, find_row_tiles
 from treeserve_engine.rope_torch import RotaryTable, rotate
 from treeserve_engine.torch_batch import TorchBatch
 from treeserve_engine.weights import FloatWeights, LayerTensors, LinearTensors
-from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
+from treeserve_kernels.cpu.decoder import DecoderWeights, HiddenStates, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, unpack_linear
 from treeserve_kernels.dispatch import Attention, kernels_for
 
@@ -109,6 +111,7 @@ class LlamaModel:
     def from_int8(cls, config: ModelConfig, weights: DecoderWeights, kv_dtype: torch.dtype) -> Self:
         """The native decoder's twin on the CPU: the same int8 linears, float32 between them."""
         layers = tuple(_int8_layer(layer) for layer in weights.layers)
+        assert weights.embedding is not None  # checkpoints have one
         own = _Weights(_tensor(weights.embedding), layers, _tensor(weights.norm), _int8_linear(weights.head))
         return cls(config, own, torch.device("cpu"), kv_dtype)
 
@@ -130,18 +133,59 @@ class LlamaModel:
         logits: npt.NDArray[np.float32] = self.logits(TorchBatch.of(batch, self.device), kv).cpu().numpy()
         return logits
 
+    @property
+    def feature_shape(self) -> FeatureShape:
+        """What drafters are sent of it."""
+        return FeatureShape.of_model(self.config.num_layers, self.config.hidden_size)
+
+    @torch.inference_mode()
+    def forward_hidden(self, batch: ForwardBatch, kv: KvCache, layers: Sequence[int]) -> HiddenStates:
+        """See `HiddenModel.forward_hidden`."""
+        on_device = TorchBatch.of(batch, self.device)
+        feature_rows = torch.from_numpy(batch.feature_rows).to(self.device)
+        features = torch.empty((len(feature_rows), len(layers), self.config.hidden_size))
+
+        def export(layers_behind: int, x: torch.Tensor) -> None:
+            if layers_behind in layers:
+                features[:, layers.index(layers_behind)] = x.index_select(0, feature_rows)
+
+        x = self._residual(on_device, kv, batch.inputs, export)
+        last = x.index_select(0, on_device.logits_indices)
+        logits = self._logits(last)
+        return HiddenStates(logits.cpu().numpy(), last.float().cpu().numpy(), features.numpy())
+
     @torch.inference_mode()
     def logits(self, batch: TorchBatch, kv: KvCache) -> torch.Tensor:
         """`forward` on the device: float32[K, vocab_size]."""
+        return self._logits(self._residual(batch, kv).index_select(0, batch.logits_indices))
+
+    def _residual(
+        self,
+        batch: TorchBatch,
+        kv: KvCache,
+        inputs: npt.NDArray[np.float32] | None = None,
+        after_layer: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """The residual stream after the last layer, [padded rows, H].
+
+        Args:
+            after_layer: shown how many layers are behind, and the residual stream, which the next one overwrites.
+        """
         rows = len(batch.input_ids)
         padding = self._tiles.padded(rows) - rows
-        x = self._weights.embedding.index_select(0, functional.pad(batch.input_ids, (0, padding)))
+        if inputs is None:
+            x = self._weights.embedding.index_select(0, functional.pad(batch.input_ids, (0, padding)))
+        else:
+            own = torch.from_numpy(inputs).to(self.device, self.dtype, copy=True)
+            x = functional.pad(own, (0, 0, 0, padding))
         rotation = self._rotary.at(batch.positions)
-        for layer, keys, values in zip(self._weights.layers, kv.keys, kv.values, strict=True):
+        for i, (layer, keys, values) in enumerate(zip(self._weights.layers, kv.keys, kv.values, strict=True)):
             attended = self._attend(layer, x, rotation, batch, keys, values)
             x.add_(layer.attention_output(functional.pad(attended, (0, 0, 0, padding)), self._tiles))
             x.add_(self._feed_forward(layer, x))
-        return self._logits(x.index_select(0, batch.logits_indices))
+            if after_layer is not None:
+                after_layer(i + 1, x)
+        return x
 
     def _attend(
         self,

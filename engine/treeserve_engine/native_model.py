@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
-from treeserve_kernels.cpu.decoder import Decoder, DecoderShape, DecoderWeights, KvCache
+from treeserve_kernels.cpu.decoder import (
+    BatchArrays,
+    Decoder,
+    DecoderShape,
+    DecoderWeights,
+    HiddenStates,
+    KvCache,
+)
 
 
 class NativeModel:
@@ -44,19 +54,33 @@ class NativeModel:
         Returns:
             Logits of the rows asked for, float32[K, outputs of the head].
         """
-        return self._decoder.forward(
-            kv,
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            block_tables=batch.block_tables,
-            context_lens=batch.context_lens,
-            query_offsets=batch.query_offsets,
-            node_offsets=batch.node_offsets,
-            ancestor_words=batch.ancestor_words,
-            block_size=batch.block_size,
-            logits_indices=batch.logits_indices,
-        )
+        return self._decoder.forward(kv, **_arrays(batch))
+
+    @property
+    def feature_shape(self) -> FeatureShape:
+        """What drafters are sent of it."""
+        return FeatureShape.of_model(self.config.num_layers, self.config.hidden_size)
+
+    def forward_hidden(self, batch: ForwardBatch, kv: KvCache, layers: Sequence[int]) -> HiddenStates:
+        """See `HiddenModel.forward_hidden`."""
+        feature_layers = np.array(layers, dtype=np.int64)
+        return self._decoder.forward_hidden(kv, batch.feature_rows, feature_layers, **_arrays(batch))
+
+
+def _arrays(batch: ForwardBatch) -> BatchArrays:
+    return {
+        "input_ids": batch.input_ids,
+        "positions": batch.positions,
+        "slot_mapping": batch.slot_mapping,
+        "block_tables": batch.block_tables,
+        "context_lens": batch.context_lens,
+        "query_offsets": batch.query_offsets,
+        "node_offsets": batch.node_offsets,
+        "ancestor_words": batch.ancestor_words,
+        "block_size": batch.block_size,
+        "logits_indices": batch.logits_indices,
+        "inputs": batch.inputs,
+    }
 
 
 def _decoder_shape(config: ModelConfig) -> DecoderShape:

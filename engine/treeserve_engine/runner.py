@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from treeserve_engine.batch import ForwardBatch, SequenceRows, build_batch
 from treeserve_engine.block_manager import BlockManager, KvMoves
-from treeserve_engine.interface import Kv, Model
+from treeserve_engine.interface import HiddenModel, Kv, Model
+from treeserve_kernels.cpu.decoder import HiddenStates
 
 Logits = TypeVar("Logits")
 
@@ -42,6 +43,27 @@ class ModelRunner:
         logits, offsets = self.compute(rows, self.model.forward)
         return [logits[start:stop] for start, stop in pairwise(offsets)]
 
+    def forward_hidden(self, rows: Sequence[SequenceRows], layers: Sequence[int] = ()) -> list[HiddenStates]:
+        """`forward` with hidden states, of a `HiddenModel`.
+
+        Args:
+            layers: after how many layers the `feature_rows` are wanted.
+
+        Returns:
+            For each sequence its part: logits and last hidden states of its `logits_rows`, features of its
+            `feature_rows`.
+
+        Raises: as `forward`.
+        """
+        model = self.model
+        if not isinstance(model, HiddenModel):
+            raise ValueError("the model shows no hidden states")
+        batch = build_batch(rows, self.blocks)
+        self._apply_moves()
+        states = model.forward_hidden(batch, self._kv, layers)
+        ends = zip(pairwise(batch.logits_offsets), pairwise(batch.feature_offsets), strict=True)
+        return [HiddenStates(states.logits[a:b], states.last[a:b], states.features[c:d]) for (a, b), (c, d) in ends]
+
     def compute(
         self, rows: Sequence[SequenceRows], forward: Callable[[ForwardBatch, Kv], Logits]
     ) -> tuple[Logits, tuple[int, ...]]:
@@ -50,6 +72,8 @@ class ModelRunner:
         Raises: as `forward`.
         """
         batch = build_batch(rows, self.blocks)
+        if batch.inputs is not None or len(batch.feature_rows):
+            raise ValueError("inputs and features are for forward_hidden")
         self._apply_moves()
         return forward(batch, self._kv), batch.logits_offsets
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.invariance import check_a_run_and_its_replay, check_beside_others, check_level_by_level
+from support.invariance import (
+    check_a_run_and_its_replay,
+    check_beside_others,
+    check_hidden_states,
+    check_inputs,
+    check_level_by_level,
+)
 from support.plain_decoding import (
     PlainDecoder,
     assert_same_bits,
@@ -147,6 +153,14 @@ def test_level_by_level(model):
 
 def test_a_run_of_trees_commits_and_chunks_and_its_replay(model):
     check_a_run_and_its_replay(model, model)
+
+
+def test_hidden_states(model):
+    check_hidden_states(model, model)
+
+
+def test_inputs_in_place_of_tokens(model):
+    check_inputs(model, model._weights.embedding.float().numpy())
 
 
 def test_thread_counts(model):

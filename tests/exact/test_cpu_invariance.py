@@ -10,7 +10,13 @@ from functools import cache
 import numpy as np
 import pytest
 from support.int8_decoders import NativeModel, Sizes, random_model
-from support.invariance import check_a_run_and_its_replay, check_beside_others, check_level_by_level
+from support.invariance import (
+    check_a_run_and_its_replay,
+    check_beside_others,
+    check_hidden_states,
+    check_inputs,
+    check_level_by_level,
+)
 from support.plain_decoding import (
     PlainDecoder,
     assert_same_bits,
@@ -141,6 +147,14 @@ def test_level_by_level(model, reference):
 
 def test_a_run_of_trees_commits_and_chunks_and_its_replay(model, reference):
     check_a_run_and_its_replay(model, reference)
+
+
+def test_hidden_states(model, reference):
+    check_hidden_states(model, reference)
+
+
+def test_inputs_in_place_of_tokens(model, case):
+    check_inputs(model, random_model(SIZES[case.sizes], seed=3).embedding)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

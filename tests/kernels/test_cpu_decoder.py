@@ -2,19 +2,22 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 import pytest
-from support.int8_decoders import NativeModel, Sizes, random_model
+from support.int8_decoders import NativeModel, Sizes, batch_arguments, native_shape, native_weights, random_model
 from support.int8_twin import Int8Twin, PlainModel
 from support.plain_decoding import prefill, random_tokens, random_tree
 
 from treeserve_core.tree import TokenTree
-from treeserve_engine.batch import SequenceRows
+from treeserve_engine.batch import SequenceRows, build_batch
 from treeserve_engine.interface import Model
 from treeserve_engine.runner import ModelRunner
+from treeserve_kernels.cpu.decoder import Decoder
 from treeserve_kernels.cpu.library import is_built, isas
+from treeserve_kernels.cpu.packing import pack_linear
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native decoder is not built")
 
@@ -218,3 +221,19 @@ def test_no_logits_asked_leave_the_same_kv():
 
     model = native("group2")
     np.testing.assert_array_equal(run(model, []), run(model, list(range(9))))
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 50])
+def test_a_head_over_fewer_tokens_gives_their_logits(outputs):
+    plain = plain_model("group2", 0)
+    fewer = replace(native_weights(plain), head=pack_linear(np.ascontiguousarray(plain.head.weight[:outputs])))
+    decoder = Decoder(native_shape(plain), fewer, threads=1)
+    model = native("group2")
+    runner = ModelRunner(model, num_blocks=4, block_size=4)
+    runner.blocks.add(0)
+    runner.blocks.reserve(0, 9)
+    last = plain.embedding.shape[0] - 1  # inputs are still of the whole vocabulary
+    rows = [SequenceRows.from_chain(0, [*range(8), last], range(9))]
+    (expected,) = runner.forward(rows)
+    found = decoder.forward(decoder.new_kv(4, 4, "float32"), **batch_arguments(build_batch(rows, runner.blocks)))
+    np.testing.assert_array_equal(found, expected[:, :outputs])

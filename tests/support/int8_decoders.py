@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from support.int8_twin import Floats, PlainLayer, PlainLinear, PlainModel
-from treeserve_kernels.cpu.decoder import Decoder, DecoderShape, DecoderWeights, KvCache, LayerWeights
+from treeserve_core.features import FeatureShape
+from treeserve_kernels.cpu.decoder import Decoder, DecoderShape, DecoderWeights, HiddenStates, KvCache, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, pack_linear
 
 
@@ -123,7 +125,8 @@ def native_decoder(plain: PlainModel, *, threads: int = 1, isa: str | None = Non
 
 def batch_arguments(batch: Any) -> dict[str, Any]:
     """A `ForwardBatch` as the arguments of `Decoder.forward`."""
-    return {name: value for name, value in vars(batch).items() if name != "logits_offsets"}
+    not_passed = ("logits_offsets", "feature_rows", "feature_offsets")
+    return {name: value for name, value in vars(batch).items() if name not in not_passed}
 
 
 class NativeModel:
@@ -155,6 +158,15 @@ class NativeModel:
 
     def forward(self, batch: Any, kv: KvCache) -> Floats:
         return self.decoder.forward(kv, **batch_arguments(batch))
+
+    @property
+    def feature_shape(self) -> FeatureShape:
+        shape = self.decoder.shape
+        return FeatureShape.of_model(shape.num_layers, shape.hidden_size)
+
+    def forward_hidden(self, batch: Any, kv: KvCache, layers: Sequence[int]) -> HiddenStates:
+        feature_layers = np.array(layers, dtype=np.int64)
+        return self.decoder.forward_hidden(kv, batch.feature_rows, feature_layers, **batch_arguments(batch))
 
 
 def _poisoner(plain: PlainModel, poison: float) -> Decoder:

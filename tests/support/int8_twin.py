@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -9,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from treeserve_core.features import FeatureShape
+from treeserve_kernels.cpu.decoder import HiddenStates
 
 Floats = npt.NDArray[np.float32]
 GROUP = 64
@@ -120,6 +124,10 @@ class Int8Twin:
         ]
         self._head = Int8Linear(plain.head)
 
+    @property
+    def feature_shape(self) -> FeatureShape:
+        return FeatureShape.of_model(len(self._plain.layers), self._plain.embedding.shape[1])
+
     def new_kv(self, num_blocks: int, block_size: int) -> TwinKv:
         shape = (num_blocks * block_size, self._plain.num_kv_heads, self._plain.head_dim)
 
@@ -129,10 +137,13 @@ class Int8Twin:
         return TwinKv(self._kv_dtype, caches(), caches())
 
     def forward(self, batch: Any, kv: TwinKv) -> Floats:
-        plain = self._plain
+        return self.forward_hidden(batch, kv, ()).logits
+
+    def forward_hidden(self, batch: Any, kv: TwinKv, layers: Sequence[int]) -> HiddenStates:
+        plain, states = self._plain, []
         visible = _visible_slots(batch)
         angles = plain.rope_cos[batch.positions][:, None], plain.rope_sin[batch.positions][:, None]
-        x = plain.embedding[batch.input_ids].astype(np.float64)
+        x = (plain.embedding[batch.input_ids] if batch.inputs is None else batch.inputs).astype(np.float64)
         for layer, linears, keys, values in zip(plain.layers, self._linears, kv.keys, kv.values, strict=True):
             qkv, attention_output, gate_up, down = linears
             heads = qkv(self._normed(x, layer.input_norm)).reshape(len(x), -1, plain.head_dim).astype(np.float64)
@@ -144,7 +155,11 @@ class Int8Twin:
             x = x + attention_output(attended.reshape(len(x), -1))
             gate, up = np.split(gate_up(self._normed(x, layer.feed_forward_norm)).astype(np.float64), 2, axis=1)
             x = x + down(gate / (1 + np.exp(-gate)) * up)
-        return self._head(self._normed(x[batch.logits_indices], plain.norm))
+            states.append(x)
+        features = [states[layer - 1][batch.feature_rows] for layer in layers]
+        last = x[batch.logits_indices]
+        logits = self._head(self._normed(last, plain.norm))
+        return HiddenStates(logits, last, np.stack(features, 1) if features else np.empty((0, 0, x.shape[1])))
 
     def _normed(self, x: npt.NDArray[np.float64], weight: Floats | None) -> npt.NDArray[np.float64]:
         if weight is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from support.plain_decoding import (
 )
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.interface import Model
+from treeserve_engine.interface import HiddenModel, Model
 from treeserve_engine.runner import ModelRunner
+from treeserve_kernels.cpu.decoder import HiddenStates
 
 
 def check_beside_others(
@@ -89,3 +91,81 @@ def check_a_run_and_its_replay(model: Model, reference: Model) -> None:
         replayed = ModelRunner(model, num_blocks=64, block_size=16)
         replayed.blocks.add(0)
         assert_same_bits(prefill(replayed, 0, [*tokens, 1], 64)[-1:], [expected])
+
+
+def check_hidden_states(model: HiddenModel, reference: HiddenModel) -> None:
+    """Hidden states alone, in a chunk and in a tree beside another sequence; to ask for them moves no logit."""
+    rng, vocab, layers = random.Random(19), model.config.vocab_size, model.feature_shape.layers
+    prompt, other = random_tokens(rng, 13, vocab), random_tokens(rng, 9, vocab)
+    tree = random_tree(rng, 10, vocab)
+    runner = fragmented_runner(model, rng)
+    for seq_id, tokens in enumerate((other, prompt)):
+        runner.blocks.add(seq_id)
+        runner.blocks.reserve(seq_id, len(tokens))
+    wanted, of_features = [12, 3, 3], [0, 12, 7]
+    chunks = [
+        replace(SequenceRows.from_chain(0, other, []), feature_rows=[8]),
+        replace(SequenceRows.from_chain(1, prompt, wanted), feature_rows=of_features),
+    ]
+    expected = _hidden_alone(reference, prompt)
+    of_other, of_prompt = runner.forward_hidden(chunks, layers)
+    assert of_other.logits.shape == (0, vocab) and of_other.last.shape == (0, model.feature_shape.hidden_size)
+    assert_same_bits(of_other.features[:, 0], _hidden_alone(reference, other).features[8:, 0])
+    assert_same_bits(of_prompt.logits, expected.logits[wanted])
+    assert_same_bits(of_prompt.last, expected.last[wanted])
+    for depth in range(len(layers)):
+        assert_same_bits(of_prompt.features[:, depth], expected.features[of_features, depth])
+    assert_same_bits(
+        np.concatenate(runner.forward([replace(chunk, feature_rows=()) for chunk in chunks])), of_prompt.logits
+    )
+    for seq_id, tokens in enumerate((other, prompt)):
+        runner.commit(seq_id, range(len(tokens)))
+        runner.blocks.reserve(seq_id, len(tree))
+    rows = [replace(SequenceRows.from_tree(s, tree), feature_rows=range(len(tree))) for s in (0, 1)]
+    states = runner.forward_hidden(rows, layers)[1]
+    for node in (0, len(tree) // 2, len(tree) - 1):
+        path = [*prompt, tree.token_ids[0], *(tree.token_ids[n] for n in tree.path(node))]
+        alone = _hidden_alone(reference, path)
+        assert_same_bits(states.logits[node : node + 1], alone.logits[-1:])
+        assert_same_bits(states.last[node : node + 1], alone.last[-1:])
+        assert_same_bits(states.features[node], alone.features[-1])
+
+
+def check_inputs(model: HiddenModel, embedding: np.ndarray) -> None:
+    """What enters the first layer may be brought instead of tokens: with their embeddings nothing changes.
+
+    Args:
+        embedding: float32[vocab, H], the model's own.
+    """
+    rng, vocab = random.Random(29), model.config.vocab_size
+    tokens, tree = random_tokens(rng, 17, vocab), random_tree(rng, 9, vocab)
+    runner = fragmented_runner(model, rng)
+    states = []
+    for seq_id in (0, 1):
+        runner.blocks.add(seq_id)
+        for rows, kept in (
+            (SequenceRows.from_chain(seq_id, tokens, [16]), range(17)),
+            (SequenceRows.from_tree(seq_id, tree), ()),
+        ):
+            runner.blocks.reserve(seq_id, len(rows.token_ids))
+            if seq_id == 1:
+                ids = np.array(rows.token_ids)
+                rows = replace(rows, token_ids=[0] * len(ids), inputs=np.ascontiguousarray(embedding[ids], np.float32))
+            states += runner.forward_hidden([rows])
+            runner.commit(seq_id, kept)
+    for of_tokens, of_inputs in zip(states[:2], states[2:], strict=True):
+        assert_same_bits(of_inputs.logits, of_tokens.logits)
+        assert_same_bits(of_inputs.last, of_tokens.last)
+
+
+def _hidden_alone(model: HiddenModel, tokens: Sequence[int]) -> HiddenStates:
+    """One row per forward pass."""
+    runner = ModelRunner(model, num_blocks=16, block_size=16)
+    runner.blocks.add(0)
+    states = []
+    for token in tokens:
+        runner.blocks.reserve(0, 1)
+        row = replace(SequenceRows.from_chain(0, [token], [0]), feature_rows=[0])
+        states += runner.forward_hidden([row], model.feature_shape.layers)
+        runner.commit(0, [0])
+    return HiddenStates(*(np.concatenate([vars(s)[name] for s in states]) for name in ("logits", "last", "features")))

@@ -180,6 +180,7 @@ def submission(
     max_tokens: int = 24,
     speculate: bool = True,
     stopping: dict[str, Any] | None = None,
+    tenant: str = "",
     **sampling: Any,
 ) -> verifier_pb2.SubmitSequence:
     """A SubmitSequence; `sampling` are fields of SamplingParameters."""
@@ -191,6 +192,7 @@ def submission(
         sampling=common_pb2.SamplingParameters(**sampling),
         stopping=common_pb2.StoppingCriteria(max_tokens=max_tokens, **(stopping or {})),
         speculation=common_pb2.SpeculationOptions(disabled=not speculate),
+        tenant=tenant,
     )
 
 

@@ -2,91 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.recorded_target import MAX_TOKENS, SSM_FIELDS, RecordedTarget
 from support.sequences import make_config
 
 from benchmarks.acceptance.drafters import fresh_drafter
-from benchmarks.acceptance.record import PlainOutput, Prompt, Recorder
-from benchmarks.acceptance.replay import SourceClock, Step, followed, replay
+from benchmarks.acceptance.record import PlainOutput
+from benchmarks.acceptance.replay import SourceClock, Step, replay
 from benchmarks.acceptance.tally import Tally
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_core.tree import TokenTree
-from treeserve_engine.accept import SequenceSampler, accept
+from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.interface import Model
-from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
-from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.planner import Candidate, StepPlanner
 from treeserve_verifier.sequence import Sequence as VerifierSequence
 from treeserve_verifier.sequence import Submission
 
-MAX_TOKENS = 40
 NODES = 6
-TEXTS = ("the quick brown fox", "one two three four", "def add(a, b):\n", "naïve café")
-
-
-@dataclass(frozen=True)
-class Target:
-    """The tiny model with what tells its tokens apart."""
-
-    model: Model
-    folder: Path
-    vocab_size: int
-    eos: tuple[int, ...]
-    prompts: tuple[tuple[int, ...], ...]
-
-    def sampler(self, prompt: Sequence[int], params: SamplingParams) -> SequenceSampler:
-        stopping = StoppingCriteria(max_tokens=MAX_TOKENS)
-        return SequenceSampler(params, stopping, prompt, eos_token_ids=self.eos, vocab_size=self.vocab_size)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """The tiny model with an end of sequence that it happens to say."""
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    model = load_model(tiny_model, dtype="float32", device="cpu", threads=1)
-    prompts = tuple(tuple(tokenizer.encode(text)) for text in TEXTS)
-    endless = Target(model, tiny_model, tokenizer.vocab_size, (), prompts)
-    said = record(endless, tmp_path_factory.mktemp("endless"))
-    return replace(endless, eos=(said[0].output_ids[20], said[-1].output_ids[20]))
+def target(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedTarget:
+    return RecordedTarget.load(tiny_model, tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")
-def recordings(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[PlainOutput]:
-    recorded = record(target, tmp_path_factory.mktemp("recordings"))
+def recordings(target: RecordedTarget, tmp_path_factory: pytest.TempPathFactory) -> list[PlainOutput]:
+    recorded = target.record(tmp_path_factory.mktemp("recordings"))
     assert {r.output_ids[-1] in target.eos for r in recorded} == {False, True}
     return recorded
 
 
-def record(target: Target, folder: Path) -> list[PlainOutput]:
-    prompts = [
-        Prompt(f"kind{i % 2}", prompt, temperature, seed=i)
-        for temperature in (0.0, 1.0)
-        for i, prompt in enumerate(target.prompts)
-    ]
-    recorder = Recorder(
-        lambda: target.model,
-        "tiny",
-        folder,
-        vocab_size=target.vocab_size,
-        eos_token_ids=target.eos,
-        max_tokens=MAX_TOKENS,
-    )
-    return recorder.record(prompts)
-
-
-def drafter_of(target: Target, *sources: str) -> Drafter:
-    model = {"ssm_folder": target.folder, "ssm_dtype": "float32", "ssm_kv_tokens": 2048} if "ssm" in sources else {}
+def drafter_of(target: RecordedTarget, *sources: str) -> Drafter:
+    model = {"ssm_folder": target.folder, **SSM_FIELDS} if "ssm" in sources else {}
     return fresh_drafter(target.folder, sources, **model)
 
 
@@ -102,7 +59,7 @@ class Verified:
     output: list[int] = field(default_factory=list)
 
 
-def verify(target: Target, drafter: Drafter, recording: PlainOutput) -> Verified:
+def verify(target: RecordedTarget, drafter: Drafter, recording: PlainOutput) -> Verified:
     """Generate as the service does: the planner's tree, one forward pass over it, `accept`, commits with top tokens."""
     params = SamplingParams(temperature=recording.temperature, seed=recording.seed)
     sampler = target.sampler(recording.prompt_ids, params)
@@ -111,7 +68,7 @@ def verify(target: Target, drafter: Drafter, recording: PlainOutput) -> Verified
     )
     sequence = VerifierSequence(1, submission, lambda emission: None, sampler, None, list(recording.prompt_ids))
     planner = StepPlanner(make_config(max_nodes=NODES), CostModel.free_rows())
-    drafted_for = DraftSequence(1, list(sequence.tokens), sequence.prompt_len, params, 0)
+    drafted_for = DraftSequence(1, list(sequence.tokens), sequence.prompt_len, params, 0, tenant="all")
     runner = ModelRunner(target.model, 40, 4)
     runner.blocks.add(1)
     drafter.open(drafted_for)
@@ -148,7 +105,7 @@ def verify(target: Target, drafter: Drafter, recording: PlainOutput) -> Verified
 
 @pytest.mark.parametrize("sources", [("ngram", "suffix", "recycling"), ("ssm",), ("recycling", "ssm")])
 def test_replay_accepts_what_the_verifier_accepts(
-    target: Target, recordings: list[PlainOutput], sources: tuple[str, ...]
+    target: RecordedTarget, recordings: list[PlainOutput], sources: tuple[str, ...]
 ) -> None:
     steps: list[Step] = []
     replay(drafter_of(target, *sources), recordings, NODES, eos_token_ids=target.eos, watch=steps.append)
@@ -158,10 +115,40 @@ def test_replay_accepts_what_the_verifier_accepts(
         assert verified.output == list(recording.output_ids), "what was recorded is what is served"
         replayed = [step for step in steps if step.recording is recording]
         assert [step.token_ids for step in replayed] == [outcome.token_ids for outcome in verified.outcomes]
-        assert [step.path for step in replayed] == [outcome.accepted_nodes for outcome in verified.outcomes]
+        assert [len(step.path) for step in replayed] == [len(outcome.accepted_nodes) for outcome in verified.outcomes]
         assert [set(paths(step.tree)) for step in replayed] == [set(paths(tree)) for tree in verified.trees]
     assert any(step.path for step in steps)
 
 
 def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     return [tuple(tree.token_ids[node] for node in tree.path(i)) for i in range(len(tree))]
+
+
+def test_times_by_source_are_within_the_drafters_time(target: RecordedTarget, recordings: list[PlainOutput]) -> None:
+    drafter = drafter_of(target, "ngram", "ssm")  # the draft model's `propose` calls its `propose_batch`
+    tallies = replay(drafter, recordings, NODES, source_clock=SourceClock(drafter.sources))
+    total = Tally.total(tallies.values())
+    assert set(tallies) == {"chat", "code"}
+    assert total.source_s["ssm"] > total.source_s["ngram"] > 0
+    assert sum(total.source_s.values()) < 10 * total.draft_s
+    assert total.tokens == sum(len(r.output_ids) - 1 for r in recordings), "all but what the prefill brings"
+    assert total.accepted_of["ssm"] >= total.accepted_of_one["ssm"] > 0
+
+
+def test_only_coupled_drafting_foresees_sampled_text(target: RecordedTarget, recordings: list[PlainOutput]) -> None:
+    sampled = [r for r in recordings if r.temperature > 0]
+    coupled, uncoupled = (
+        Tally.total(replay(drafter_of(target, "ssm"), sampled, NODES, coupled=coupled).values())
+        for coupled in (True, False)
+    )
+    assert coupled.acceptance_length > 1.5 * uncoupled.acceptance_length
+
+
+def test_the_drafter_keeps_what_it_learnt_between_recordings(
+    target: RecordedTarget, recordings: list[PlainOutput]
+) -> None:
+    again = [recordings[0], recordings[0]]
+    steps: list[Step] = []
+    replay(drafter_of(target, "suffix"), again, NODES, watch=steps.append)
+    first = next(i for i, step in enumerate(steps) if i > 0 and step.tree.token_ids[0] == recordings[0].output_ids[0])
+    assert len(steps) - first < first, "the second time it knows the answer"

@@ -1,5 +1,7 @@
 """Ragged batches: positions, slots, ancestor words, logits ranges."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -95,3 +97,22 @@ def test_bad_batches_are_refused():
         build_batch([SequenceRows.from_chain(0, [1], [1])], blocks)
     with pytest.raises(ValueError, match="2 tokens, 1 depths"):
         build_batch([SequenceRows(0, [1, 2], [0], np.ones((2, 1), np.uint64), [])], blocks)
+    one = SequenceRows.from_chain(0, [1], [])
+    with pytest.raises(ValueError, match="1 tokens and 2 inputs"):
+        build_batch([replace(one, inputs=np.zeros((2, 4), np.float32))], blocks)
+    with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
+        build_batch([replace(one, feature_rows=[-1])], blocks)
+
+
+def test_inputs_and_feature_rows_lie_side_by_side():
+    blocks = _blocks(3, 0)
+    blocks.reserve(0, 2)
+    blocks.reserve(1, 1)
+    inputs = np.arange(12, dtype=np.float32).reshape(3, 4)
+    first = replace(SequenceRows.from_chain(0, [1, 2], []), inputs=inputs[:2], feature_rows=[1, 0])
+    second = replace(SequenceRows.from_chain(1, [3], []), inputs=inputs[2:], feature_rows=[0])
+    batch = build_batch([first, second], blocks)
+    assert batch.inputs is not None and batch.inputs.tolist() == inputs.tolist()
+    assert batch.feature_rows.tolist() == [1, 0, 2] and batch.feature_offsets == (0, 2, 3)
+    with pytest.raises(ValueError, match="1 of 2 sequences bring inputs"):
+        build_batch([first, replace(second, inputs=None)], blocks)

@@ -203,7 +203,8 @@ def test_from_the_command_line_to_a_tree(texts: Path, tiny_model: Path, tmp_path
     _, source = build_sources(settings)
     tree = source.propose(state_of(*tokenizer.encode("def add(a")), 30)
     assert tree is not None and tokenizer.decode(tree.token_ids[1:]).startswith(", b):\n    return")
-    failed = CliRunner().invoke(app, ["corpus", "build", str(tmp_path / "no"), "--model", str(tiny_model), "--out", "x"])
+    missing = ["corpus", "build", str(tmp_path / "no"), "--model", str(tiny_model), "--out", "x"]
+    failed = CliRunner().invoke(app, missing)
     assert failed.exit_code == 1 and "does not exist" in failed.output
 
 

@@ -22,6 +22,7 @@ from treeserve_text.tokenizer import Tokenizer
 from treeserve_training import shard_maker
 from treeserve_training.answering import Answerer, Task, choose
 from treeserve_training.generate import generate_data
+from treeserve_training.loops import loop_start
 from treeserve_training.records import Sample, read_counts, read_samples
 from treeserve_training.shard_maker import ShardMaker
 
@@ -30,7 +31,7 @@ PADDING = 40  # rows of the output layer that mean nothing
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocab_padding=PADDING)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", vocab_padding=PADDING, scale=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +100,16 @@ def test_an_answer_ends_with_the_end_of_sequence(model: Model, tokenizer: Tokeni
 
 
 def test_an_answer_that_loops_is_cut_where_it_begins_to(model: Model, tokenizer: Tokenizer) -> None:
-    answers = answerer(model, tokenizer, width=8).answer(tasks(8, 0.0, max_tokens=200))
-    looped = [answer for answer in answers if answer.looped]
-    assert looped, "a random model at temperature 0 hardly does anything else"
-    for answer in looped:
-        assert len(answer.output_ids) == len(answer.top_ids) == len(answer.top_log_probs) < 150
-        assert not answer.ended
+    asked = tasks(8, 0.0, max_tokens=200)
+    looped = 0
+    for task, answer in zip(asked, answerer(model, tokenizer, width=8).answer(asked), strict=True):
+        plain = greedy_answer(model, tokenizer, task.prompt_ids, 200)
+        assert answer.looped == (loop_start(plain) is not None)
+        assert answer.output_ids == plain[: loop_start(plain)]
+        assert len(answer.output_ids) == len(answer.top_ids) == len(answer.top_log_probs)
+        looped += answer.looped
+        assert not (answer.looped and answer.ended)
+    assert looped, "a model of small random weights often repeats itself"
 
 
 def test_what_does_not_fit_is_refused(model: Model, tokenizer: Tokenizer) -> None:
@@ -229,6 +234,21 @@ def test_prompts_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path, t
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=reason):
+        generate_data(
+            folder,
+            tmp_path / "data",
+            tokens=1,
+            threads=1,
+            cache_dir=tmp_path,
+            prompts_jsonl=path,
+            progress=lambda _: None,
+        )
+
+
+def test_prompts_without_a_usable_answer_do_not_go_on_for_ever(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "too long for the context " * 100}))
+    with pytest.raises(InvalidArgumentError, match="no answer"):
         generate_data(
             folder,
             tmp_path / "data",

@@ -12,21 +12,25 @@ import numpy as np
 from treeserve_training.prompts import Material, Prompt, PromptWriter, usable_request
 
 ROOT = Path(__file__).resolve().parents[2]
-MATERIAL = Material(
-    requests=["What is the tallest animal?", "Write a poem about rain for my sister."],
-    passages=[
-        "The harbour of Lindow was built in 1820. It has two piers. Ships from Norway call there every week.",
-        "Dear Otto, thank you for the kind letter. My garden is full of beans. Please come soon! Yours, Mia",
-    ],
-    programs=["def add(a, b):\n    return a + b"],
-    conversations=[({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."})],
-)
+PASSAGES = [
+    "The harbour of Lindow was built in 1820. It has two piers. Ships from Norway call there every week.",
+    "Dear Otto, thank you for the kind letter. My garden is full of beans. Please come soon! Yours, Mia",
+]
+
+
+def material() -> Material:
+    return Material(
+        requests=[f"What is the tallest animal on island {i}?" for i in range(40)],
+        passages=PASSAGES,
+        programs=["def add(a, b):\n    return a + b"],
+        conversations=[({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."})],
+    )
 
 
 def drawn(seed: int, n: int) -> list[Prompt]:
-    writer = PromptWriter(np.random.default_rng(seed))
+    writer, given = PromptWriter(np.random.default_rng(seed)), material()
     made = [writer.passage() for _ in range(n // 8)] + [writer.program() for _ in range(n // 8)]
-    return made + [writer.first_turn() for _ in range(n // 8)] + [writer.from_material(MATERIAL) for _ in range(n)]
+    return made + [writer.first_turn() for _ in range(n // 8)] + [writer.from_material(given) for _ in range(n)]
 
 
 def test_equal_seeds_give_equal_prompts() -> None:
@@ -38,9 +42,17 @@ def test_prompts_are_various() -> None:
     prompts = drawn(0, 3000)
     kinds = Counter(prompt.kind for prompt in prompts)
     assert len(kinds) >= 12 and min(kinds.values()) > 20
-    # Those that the target writes itself are two here, and follow-ups continue one conversation.
-    made = [p.messages[-1]["content"] for p in prompts if p.kind not in ("self", "follow_up")]
+    # There is one conversation here to follow up, and one program to edit.
+    made = [p.messages[-1]["content"] for p in prompts if p.kind not in ("follow_up", "code_edit")]
     assert len(set(made)) > 0.85 * len(made)
+    own = [p.messages[-1]["content"] for p in prompts if p.kind == "self"]
+    assert len(set(own)) == len(own) == 40, "what the target wrote in a user's name is asked once"
+
+
+def test_kinds_without_material_are_left_out() -> None:
+    writer = PromptWriter(np.random.default_rng(0))
+    kinds = {writer.from_material(Material()).kind for _ in range(300)}
+    assert {"qa", "code", "story"} <= kinds and kinds.isdisjoint({"self", "follow_up", "code_edit", "summary"})
 
 
 def test_every_blank_is_filled() -> None:
@@ -61,8 +73,8 @@ def test_conversations_are_well_formed() -> None:
 
 def test_texts_to_correct_have_mistakes() -> None:
     writer = PromptWriter(np.random.default_rng(0))
-    misspelt = [writer.correction(MATERIAL) for _ in range(50)]
-    whole = sum(any(passage in prompt for passage in MATERIAL.passages) for prompt in misspelt)
+    misspelt = [writer.correction(material()) for _ in range(50)]
+    whole = sum(any(passage in prompt for passage in PASSAGES) for prompt in misspelt)
     assert whole < 15, "one word in eight is misspelt, and the passages have about twenty"
     assert len(set(misspelt)) > 40
 
@@ -72,7 +84,7 @@ def test_no_prompt_is_near_one_of_a_benchmark() -> None:
         words(message["content"])
         for path in (ROOT / "benchmarks").glob("*/prompts/*.jsonl")
         for line in path.read_text(encoding="utf-8").splitlines()
-        for message in json.loads(line)["messages"]
+        for message in json.loads(line).get("messages", [])
         if message["role"] == "user"
     ]
     assert held_out

@@ -31,7 +31,12 @@ class EngineOfOneToken:
         self.then = NO_PLAIN_RUN
 
     async def run(
-        self, plan: StepPlan, wanting: frozenset[int], meanwhile: Callable[[], None], then: PlainRun
+        self,
+        plan: StepPlan,
+        wanting: frozenset[int],
+        meanwhile: Callable[[], None],
+        then: PlainRun,
+        features_for: frozenset[int],
     ) -> list[ExecutedStep]:
         await asyncio.sleep(0)
         meanwhile()

@@ -231,7 +231,7 @@ def _drawn(weights: FloatArray, temperature: float, uniform: float) -> int:
     reached = uniform * float(masses.sum())
     column = _inverse(masses, reached)
     fold = _inverse(weights[:, column].astype(np.float64), reached - float(masses[:column].sum()))
-    return fold * weights.shape[1] + column
+    return fold * len(masses) + column
 
 
 def _inverse(masses: npt.NDArray[np.float64], reached: float) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from treeserve_training.records import Sample
 
 OUTSIDE = -1
 
@@ -39,24 +41,27 @@ class DraftVocabulary:
         return ids
 
     @classmethod
-    def most_frequent(cls, counts: npt.NDArray[np.int64], size: int) -> DraftVocabulary:
+    def most_frequent(cls, counts: npt.NDArray[np.float64], size: int) -> DraftVocabulary:
         """The `size` most frequent ids (lower ids first among equals).
 
         Args:
-            counts: int64[vocab_size], how often each id occurs.
+            counts: float64[vocab_size], how often each id occurs.
         """
         order = np.lexsort((np.arange(len(counts)), -counts))
         return cls(np.sort(order[:size]).astype(np.int64), len(counts))
 
 
-def count_tokens(outputs: Iterable[Sequence[int]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each id occurs, int64[vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for output in outputs:
-        np.add.at(counts, np.asarray(output, dtype=np.int64), 1)
+def expected_counts(samples: Iterable[Sample], vocab_size: int) -> npt.NDArray[np.float64]:
+    """How often the target would say each id in the places of the samples' outputs: float64[vocab_size].
+
+    The sum of its recorded probabilities. A token's rank is known sooner from these than from what was emitted.
+    """
+    counts = np.zeros(vocab_size)
+    for sample in samples:
+        np.add.at(counts, sample.top_ids, np.exp(sample.top_log_probs.astype(np.float32)))
     return counts
 
 
-def coverage(counts: npt.NDArray[np.int64], vocabulary: DraftVocabulary) -> float:
+def coverage(counts: npt.NDArray[np.float64], vocabulary: DraftVocabulary) -> float:
     """The share of counted tokens that the vocabulary holds."""
-    return float(counts[vocabulary.token_ids].sum() / max(counts.sum(), 1))
+    return float(counts[vocabulary.token_ids].sum() / max(counts.sum(), 1e-9))

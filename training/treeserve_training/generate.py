@@ -5,6 +5,7 @@ python -m treeserve_training.generate MODEL_FOLDER --out DATA --tokens 2500000 -
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import signal
@@ -24,6 +25,7 @@ import typer
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.loading import load_model
 from treeserve_engine.made_once import default_cache_dir
+from treeserve_engine.precision import AUTO, choose_precision
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_training.answering import Answerer
 from treeserve_training.prompts import Message
@@ -73,6 +75,7 @@ def generate_data(
     """
     prompts = () if prompts_jsonl is None else _read_prompts(prompts_jsonl)
     recipe = _Recipe(model_folder, cache_dir, seed, prompts)
+    choose_precision(model_folder, AUTO, AUTO, "cpu")  # refuses here what the workers could not run
     tokenizer = Tokenizer.from_folder(model_folder)
     shards = ShardWriter(
         out,
@@ -81,16 +84,17 @@ def generate_data(
             "tokenizer": tokenizer.hash,
             "vocab_size": tokenizer.vocab_size,
             "seed": seed,
-            "user_prompts": len(prompts),
+            "prompts": "made" if prompts_jsonl is None else _digest(prompts),
         },
     )
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     generated = context.Value("q", 0)
     pool = ProcessPoolExecutor(threads, context, _start_worker, (recipe, shards, generated))
     try:
         _fill(pool, shards, _Progress(tokens, Counter(read_counts(out)), generated, progress), threads)
     except BaseException:
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - others:
             process.terminate()  # rather than wait for its shard
         raise
     finally:
@@ -135,11 +139,18 @@ def _fill(pool: ProcessPoolExecutor, shards: ShardWriter, progress: _Progress, t
             running.add(pool.submit(_make_shard, next(missing)))
         done, running = wait(running, _REPORT_SECONDS, FIRST_COMPLETED)
         for future in done:
-            progress.add(future.result())
+            progress.add(_counts_of(future))
         progress.report()
     for future in running:
-        progress.add(future.result())
+        progress.add(_counts_of(future))
     progress.report()
+
+
+def _counts_of(made: Future[Counter[str]]) -> Counter[str]:
+    counts = made.result()
+    if not counts["samples"]:
+        raise InvalidArgumentError("prompts", f"no answer to a whole shard of them is of use: {dict(counts)}")
+    return counts
 
 
 @dataclass(frozen=True)
@@ -164,16 +175,17 @@ def _start_worker(recipe: _Recipe, shards: ShardWriter, generated: Synchronized[
             sys.exit("the parent process is gone")
 
     tokenizer = Tokenizer.from_folder(recipe.model_folder)
-    model = load_model(recipe.model_folder, dtype="auto", device="cpu", threads=1, cache_dir=recipe.cache_dir)
+    model = load_model(recipe.model_folder, dtype=AUTO, device="cpu", threads=1, cache_dir=recipe.cache_dir)
     answerer = Answerer(model, tokenizer.vocab_size, tokenizer.eos_token_ids, width=_WIDTH, on_tokens=on_tokens)
     _worker = _Worker(ShardMaker(tokenizer, answerer, recipe.seed), shards, recipe.prompts)
 
 
 def _make_shard(index: int) -> Counter[str]:
-    """Make a shard and write it; its counts."""
+    """Make a shard and write it, if there is anything in it; its counts."""
     prompts = _worker.prompts
     samples, counts = _worker.maker.make_from(prompts, index) if prompts else _worker.maker.make(index)
-    _worker.shards.write(index, samples, counts)
+    if samples:
+        _worker.shards.write(index, samples, counts)
     return counts
 
 
@@ -183,6 +195,10 @@ def _read_prompts(path: Path) -> tuple[tuple[Message, ...], ...]:
     if not prompts:
         raise InvalidArgumentError("prompts", f"{path} holds none")
     return prompts
+
+
+def _digest(prompts: tuple[tuple[Message, ...], ...]) -> str:
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def _prompt_of(line: str, where: str) -> tuple[Message, ...]:

@@ -32,7 +32,7 @@ class Prompt:
 class Material:
     """What the target wrote for other prompts to be made of."""
 
-    requests: list[str] = field(default_factory=list)  # users' messages
+    requests: list[str] = field(default_factory=list)  # users' messages, each for one prompt
     passages: list[str] = field(default_factory=list)
     programs: list[str] = field(default_factory=list)
     conversations: list[tuple[Message, ...]] = field(default_factory=list)  # each ends with an answer
@@ -71,8 +71,8 @@ class PromptWriter:
         return self._prompt(name, written) if isinstance(written, str) else Prompt(name, written)
 
     def request(self, material: Material) -> str:
-        """A user's message as the target wrote it."""
-        return self._pick(material.requests)
+        """A user's message as the target wrote it, which is used up."""
+        return material.requests.pop(int(self._rng.integers(len(material.requests))))
 
     def follow_up(self, material: Material) -> tuple[Message, ...]:
         """A conversation with one more message of the user."""
@@ -207,7 +207,7 @@ _BLANKS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """How many of a hundred prompts are of a kind, what writes them, and the material that it takes."""
+    """What writes the prompts of a kind, and the material that it takes. Shares are relative to those of the others."""
 
     share: float
     write: Callable[[PromptWriter, Material], str | tuple[Message, ...]]
@@ -218,7 +218,7 @@ class _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "self": _Kind(24, lambda w, m: w.request(m), "requests"),
+    "self": _Kind(45, lambda w, m: w.request(m), "requests"),
     "follow_up": _Kind(8, lambda w, m: w.follow_up(m), "conversations"),
     "qa": _Kind(7, lambda w, _: w.task(templates.QUESTIONS)),
     "chat": _Kind(5, lambda w, _: w.task(templates.CHAT)),

@@ -91,20 +91,20 @@ class ShardWriter:
 
     def write(self, index: int, samples: Sequence[Sample], counts: Counts) -> None:
         """Write a shard whole or, if interrupted, not at all."""
+        arrays: dict[str, Any] = {
+            **_ragged("prompt", [sample.prompt_ids for sample in samples]),
+            **_ragged("output", [sample.output_ids for sample in samples]),
+            "top_ids": np.concatenate([sample.top_ids for sample in samples]),
+            "top_log_probs": np.concatenate([sample.top_log_probs for sample in samples]),
+            "kinds": np.array([sample.kind for sample in samples]),
+            "temperatures": np.array([sample.temperature for sample in samples]),
+            "seeds": np.array([sample.seed for sample in samples], np.uint64),
+            "counts": np.array(json.dumps(dict(counts))),
+        }
         path = _shard_path(self._folder, index)
         unfinished = path.with_suffix(".tmp")
         with unfinished.open("wb") as file:
-            np.savez(
-                file,
-                **_ragged("prompt", [sample.prompt_ids for sample in samples]),
-                **_ragged("output", [sample.output_ids for sample in samples]),
-                top_ids=np.concatenate([sample.top_ids for sample in samples]),
-                top_log_probs=np.concatenate([sample.top_log_probs for sample in samples]),
-                kinds=np.array([sample.kind for sample in samples]),
-                temperatures=np.array([sample.temperature for sample in samples]),
-                seeds=np.array([sample.seed for sample in samples], np.uint64),
-                counts=np.array(json.dumps(dict(counts))),
-            )
+            np.savez(file, **arrays)
         unfinished.replace(path)
 
 

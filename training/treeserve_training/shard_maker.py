@@ -16,12 +16,12 @@ from treeserve_training.records import Sample
 
 _MAX_TOKENS = 256
 # What a shard is made of. The first four are answered first, and the rest is made of the answers.
-_OPENINGS, _PASSAGES, _PROGRAMS, _FIRST_TURNS, _PROMPTS = 200, 80, 24, 40, 420
+_OPENINGS, _PASSAGES, _PROGRAMS, _FIRST_TURNS, _PROMPTS = 180, 64, 24, 40, 460
 _OPENING_TOKENS, _PASSAGE_TOKENS = 128, 176
 _USER_PROMPTS = 512
 # Temperatures with their shares. What is to be read again is mostly written at a low one, which keeps it sensible.
 Temperatures = Mapping[float, float]
-_TEMPERATURES: Temperatures = {0.0: 0.6, 1.0: 0.4}
+_TEMPERATURES: Temperatures = {0.0: 0.68, 1.0: 0.32}
 _MATERIAL_TEMPERATURES: Temperatures = {0.0: 0.3, 0.6: 0.5, 1.0: 0.2}
 _REQUEST_TEMPERATURE = 0.8
 _MIN_KEPT = 16  # tokens of an answer before it falls into a loop

@@ -14,7 +14,7 @@ from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.ssm_file import SsmFile
 from treeserve_training.boosting import left_over, shares
 from treeserve_training.config import SSM, TrainConfig
-from treeserve_training.draft_vocabulary import DraftVocabulary, count_tokens, coverage
+from treeserve_training.draft_vocabulary import DraftVocabulary, coverage, expected_counts
 from treeserve_training.packed_batch import TrainingSequence
 from treeserve_training.records import read_samples
 from treeserve_training.ssm_model import SsmModel
@@ -138,7 +138,7 @@ class SsmTrainer:
             return DraftVocabulary(self._start.token_ids, vocab_size)
         if remembered.exists():
             return DraftVocabulary(np.load(remembered), vocab_size)
-        counts = count_tokens((sample.output_ids for sample in read_samples(self._data, split="train")), vocab_size)
+        counts = expected_counts(read_samples(self._data, split="train"), vocab_size)
         vocabulary = DraftVocabulary.most_frequent(counts, self._config.vocabulary)
         self._supervision.tell(
             f"draft vocabulary: {len(vocabulary)} tokens, {coverage(counts, vocabulary):.1%} of outputs"

@@ -25,6 +25,7 @@ from treeserve_training.display import Display
 from treeserve_training.generate import generate_data
 from treeserve_training.held_out import Together, follow
 from treeserve_training.memory import keep_freed_memory
+from treeserve_training.ngram_export import export_ngram_table
 from treeserve_training.records import read_about, read_counts, read_samples
 from treeserve_training.report import Report
 from treeserve_training.ssm_export import drafter_target, export_ssm
@@ -81,14 +82,15 @@ class _Run:
     def build(self) -> bool:
         """Build every part; false if stopped before the end."""
         sources: list[str] = []
-        if NGRAM_TABLE in self._config.build:
-            sources.append(self._build_ngram_table())
         if SSM in self._config.build:
             trained = self._build_ssms()
             if trained is None:
                 self._display.tell("stopped; the same command goes on from here")
                 return False
             sources += [drafter.source for drafter in trained]
+        if NGRAM_TABLE in self._config.build:
+            self._build_ngram_table()
+            sources.append(NGRAM_TABLE)
         self._follow(sources)
         for line in (*self._report.lines(), *map(str, self._report.write(self._config.work_folder))):
             self._display.tell(line)
@@ -117,6 +119,15 @@ class _Run:
             )
         self._report.curves = self._display.curves
         return trained
+
+    def _build_ngram_table(self) -> None:
+        export_ngram_table(
+            self._data,
+            folder=self._config.out_folder,
+            target=self._target,
+            licence=self._config.licence,
+            progress=self._display.tell,
+        )
 
     def _recipe(self, drafter: TrainedSsm) -> dict[str, Any]:
         config = self._config

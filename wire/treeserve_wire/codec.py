@@ -6,14 +6,18 @@ again changes nothing more. Range checks are those of the core types; sizes are 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
+
+import numpy as np
 
 from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.draws import MAX_DRAWS, MAX_SUPPORT, Draws
 from treeserve_core.errors import InvalidArgumentError, InvalidTreeError
+from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_core.preset import Preset
@@ -22,6 +26,8 @@ from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass
 from treeserve_core.tree import TokenTree
 
 _T = TypeVar("_T")
+
+_FEATURES = np.dtype("<f2")
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParameters:
@@ -282,6 +288,53 @@ def proposal_from_proto(
     if max(tree.depths) > max_depth:
         raise InvalidTreeError(f"depth {max(tree.depths)} is beyond the limit of {max_depth}")
     return DraftProposal(msg.base_committed_len, tree, msg.draft_us)
+
+
+def feature_shape_to_proto(shape: FeatureShape) -> verifier_pb2.FeatureShape:
+    """Encode what a token's features hold."""
+    return verifier_pb2.FeatureShape(layers=shape.layers, hidden_size=shape.hidden_size)
+
+
+def feature_shape_from_proto(msg: verifier_pb2.FeatureShape) -> FeatureShape:
+    """Decode what a token's features hold; any numbers: it is only ever compared."""
+    return FeatureShape(tuple(msg.layers), msg.hidden_size)
+
+
+def features_to_proto(rows: FeatureRows) -> verifier_pb2.Features:
+    """Encode features."""
+    tokens, layers, hidden_size = rows.values.shape
+    values = rows.values.astype(_FEATURES).tobytes()
+    return verifier_pb2.Features(
+        first_token=rows.first,
+        tokens=tokens,
+        layers=layers,
+        hidden_size=hidden_size,
+        dtype=_FEATURES.name,
+        values=values,
+        crc32=zlib.crc32(values),
+    )
+
+
+def features_from_proto(msg: verifier_pb2.Features, shape: FeatureShape) -> FeatureRows:
+    """Decode features.
+
+    Args:
+        shape: what they must be.
+
+    Raises:
+        InvalidArgumentError: if they are of another shape or type, incomplete, damaged or not finite.
+    """
+    if (msg.layers, msg.hidden_size) != shape.row_shape or msg.dtype != _FEATURES.name:
+        found = f"{msg.dtype}[{msg.layers}, {msg.hidden_size}]"
+        raise InvalidArgumentError("features", f"{found} instead of {_FEATURES.name}{list(shape.row_shape)}")
+    if not msg.tokens or len(msg.values) != msg.tokens * shape.row_bytes:
+        raise InvalidArgumentError("features", f"{len(msg.values)} bytes for {msg.tokens} tokens")
+    if zlib.crc32(msg.values) != msg.crc32:
+        raise InvalidArgumentError("features", "the checksum does not match")
+    values = np.frombuffer(msg.values, _FEATURES).reshape(msg.tokens, *shape.row_shape)
+    if not np.isfinite(values).all():
+        raise InvalidArgumentError("features", "a number is not finite")
+    return FeatureRows(msg.first_token, values)
 
 
 def _draws_from_proto(msg: verifier_pb2.TreeProposal, vocab_size: int) -> tuple[Draws | None, ...] | None:

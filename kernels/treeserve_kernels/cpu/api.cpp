@@ -55,8 +55,8 @@ TsStatus ts_decoder_create(const TsShape* shape, const TsWeights* weights, int32
 
 void ts_decoder_destroy(TsDecoder* decoder) { delete decoder; }
 
-TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, float* logits) {
-    return guarded([&] { decoder->forward(*kv, *batch, logits); });
+TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, const TsOutputs* outputs) {
+    return guarded([&] { decoder->forward(*kv, *batch, *outputs); });
 }
 
 TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type, TsKvCache** kv) {

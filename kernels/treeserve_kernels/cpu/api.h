@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 1
+#define TS_ABI_VERSION 2
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -43,7 +43,7 @@ typedef struct TsShape {
 } TsShape;
 
 typedef struct TsWeights {
-    const float* embedding;  // [vocab_size, hidden_size]
+    const float* embedding;  // [vocab_size, hidden_size], or null: every batch then brings its inputs
     const TsLayer* layers;   // [num_layers]; copied
     const float* norm;       // [hidden_size]
     TsLinear head;           // its outputs may be fewer than vocab_size: a drafter's own vocabulary
@@ -56,7 +56,7 @@ typedef struct TsWeights {
 // whose bit is set in its ancestor words, its own included.
 typedef struct TsBatch {
     int64_t num_rows, num_sequences, blocks_per_sequence, words_per_row, num_logits, block_size;
-    const int64_t* input_ids;        // [num_rows]
+    const int64_t* input_ids;        // [num_rows]; not read if there are inputs
     const int64_t* positions;        // [num_rows], rotary positions
     const int64_t* slot_mapping;     // [num_rows], distinct: where each row's K and V go
     const int32_t* block_tables;     // [num_sequences, blocks_per_sequence]
@@ -65,7 +65,18 @@ typedef struct TsBatch {
     const int32_t* node_offsets;     // [num_sequences], tree node of the sequence's first row
     const uint64_t* ancestor_words;  // [num_rows, words_per_row]
     const int64_t* logits_indices;   // [num_logits], rows whose logits are wanted
+    const float* inputs;             // [num_rows, hidden_size], finite: what enters the first layer; null for tokens
+    int64_t num_features, num_feature_layers;
+    const int64_t* feature_rows;    // [num_features], rows whose hidden states are wanted
+    const int64_t* feature_layers;  // [num_feature_layers], after how many layers: ascending, in [1, num_layers)
 } TsBatch;
+
+// Where a forward pass writes. What is null is not wanted.
+typedef struct TsOutputs {
+    float* logits;       // [num_logits, outputs of the head]; never null
+    float* last_hidden;  // [num_logits, hidden_size], after the last layer, before the norm
+    float* features;     // [num_features, num_feature_layers, hidden_size]; null only if there are none
+} TsOutputs;
 
 typedef struct TsDecoder TsDecoder;
 typedef struct TsKvCache TsKvCache;
@@ -80,8 +91,8 @@ TS_EXPORT TsStatus ts_decoder_create(const TsShape* shape, const TsWeights* weig
                                      TsDecoder** decoder);
 TS_EXPORT void ts_decoder_destroy(TsDecoder* decoder);
 
-// Writes float32[num_logits, outputs of the head].
-TS_EXPORT TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, float* logits);
+TS_EXPORT TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch,
+                                      const TsOutputs* outputs);
 
 TS_EXPORT TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type,
                                 TsKvCache** kv);

@@ -1,6 +1,7 @@
 #include "batch.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "checks.h"
 
@@ -12,6 +13,8 @@ void BatchPlan::build(const TsBatch& batch, const TsShape& shape, const TsKvCach
     kv_ = &kv;
     check_sizes();
     check_rows();
+    check_inputs();
+    check_features();
     check_sequences();
     check_distinct_slots();
     rows_.clear();
@@ -33,6 +36,8 @@ void BatchPlan::check_sizes() const {
     require(b.num_rows >= 0 && b.num_rows <= kMost, "number of rows ", b.num_rows);
     require(b.num_sequences >= 0 && b.num_sequences <= kMost, "number of sequences ", b.num_sequences);
     require(b.num_logits >= 0 && b.num_logits <= kMost, "number of logits ", b.num_logits);
+    require(b.num_features >= 0 && b.num_features <= kMost, "number of feature rows ", b.num_features);
+    require(b.num_feature_layers >= 0, "number of feature layers ", b.num_feature_layers);
     require(b.block_size == kv_->block_size(), "block size ", b.block_size, ", but the KV cache has ",
             kv_->block_size());
 }
@@ -41,12 +46,35 @@ void BatchPlan::check_rows() {
     const TsBatch& b = *batch_;
     places_.resize(static_cast<size_t>(b.num_rows));
     for (int64_t i = 0; i < b.num_rows; ++i) {
-        require_index("input_ids", i, b.input_ids[i], shape_->vocab_size);
         require_index("positions", i, b.positions[i], shape_->max_positions);
         require_index("slot_mapping", i, b.slot_mapping[i], kv_->num_slots());
         places_[static_cast<size_t>(i)] = kv_->place(b.slot_mapping[i]);
     }
     for (int64_t i = 0; i < b.num_logits; ++i) require_index("logits_indices", i, b.logits_indices[i], b.num_rows);
+}
+
+// Quantising a number that is not finite is undefined.
+void BatchPlan::check_inputs() const {
+    const TsBatch& b = *batch_;
+    if (!b.inputs) {
+        for (int64_t i = 0; i < b.num_rows; ++i) require_index("input_ids", i, b.input_ids[i], shape_->vocab_size);
+        return;
+    }
+    for (int64_t row = 0; row < b.num_rows; ++row) {
+        const float* input = b.inputs + row * shape_->hidden_size;
+        const auto finite = [](float x) { return std::isfinite(x); };
+        require(std::all_of(input, input + shape_->hidden_size, finite), "inputs of row ", row, " are not finite");
+    }
+}
+
+void BatchPlan::check_features() const {
+    const TsBatch& b = *batch_;
+    for (int64_t i = 0; i < b.num_features; ++i) require_index("feature_rows", i, b.feature_rows[i], b.num_rows);
+    for (int64_t i = 0, least = 1; i < b.num_feature_layers; least = b.feature_layers[i++] + 1) {
+        const int64_t layer = b.feature_layers[i];
+        require(layer >= least && layer < shape_->num_layers, "feature_layers ", i, " is ", layer, ", outside [", least,
+                ", ", shape_->num_layers, ")");
+    }
 }
 
 int64_t BatchPlan::num_nodes(int64_t s) const {

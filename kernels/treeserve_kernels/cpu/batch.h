@@ -40,6 +40,8 @@ private:
 
     void check_sizes() const;
     void check_rows();
+    void check_inputs() const;
+    void check_features() const;
     void check_sequences() const;
     void check_ancestors(int64_t s) const;
     void check_distinct_slots();

@@ -72,7 +72,7 @@ struct TsDecoder::RowSet {
 struct TsDecoder::Pass {
     const TsKvCache& kv;
     RowSet all, wanted;
-    float* logits;
+    const TsOutputs& outputs;
 };
 
 TsDecoder::TsDecoder(const TsShape& shape, const TsWeights& weights, int threads, std::string_view isa)
@@ -111,14 +111,15 @@ void TsDecoder::check_linear(const char* name, const TsLinear& linear, int64_t o
     require(reinterpret_cast<uintptr_t>(linear.panels) % 64 == 0, name, " panels begin at no multiple of 64 bytes");
 }
 
-void TsDecoder::forward(const TsKvCache& kv, const TsBatch& batch, float* logits) {
+void TsDecoder::forward(const TsKvCache& kv, const TsBatch& batch, const TsOutputs& outputs) {
     const std::lock_guard lock(busy_);
     require(kv.num_layers() == shape_.num_layers && kv.num_kv_heads() == shape_.num_kv_heads &&
                 kv.layout().head_dim == shape_.head_dim,
             "the KV cache is of another shape than the decoder");
+    require(weights_.embedding || batch.inputs, "inputs are missing, and the decoder has no embedding");
     plan_.build(batch, shape_, kv);
     reserve(batch.num_rows, batch.num_logits, plan_.most_visible());
-    Pass pass{kv, {hidden_.data(), &plan_.rows(), {}}, {wanted_hidden_.data(), &plan_.wanted_rows(), {}}, logits};
+    Pass pass{kv, {hidden_.data(), &plan_.rows(), {}}, {wanted_hidden_.data(), &plan_.wanted_rows(), {}}, outputs};
     const int64_t heads_per_kv = shape_.num_heads / shape_.num_kv_heads;
     for (RowSet* set : {&pass.all, &pass.wanted}) {
         // Large tasks share more, small ones are spread better.
@@ -126,7 +127,7 @@ void TsDecoder::forward(const TsKvCache& kv, const TsBatch& batch, float* logits
         cut_rows(*set->rows, std::clamp<int64_t>(spread, 1, std::max<int64_t>(1, kTaskRows / heads_per_kv)),
                  set->tasks);
     }
-    pool_.run(kOtherPhases + shape_.num_layers * kLayerPhases,
+    pool_.run(kOtherPhases + batch.num_feature_layers + shape_.num_layers * kLayerPhases,
               [&](ThreadPool::Member& member) { run_layers(pass, member); });
 }
 
@@ -158,13 +159,15 @@ AttentionScratch TsDecoder::attention_scratch(int thread) const {
 void TsDecoder::run_layers(Pass& pass, ThreadPool::Member& member) {
     const TsBatch& batch = plan_.batch();
     pool_.for_each(member, batch.num_rows, [&](int64_t row) {
-        std::copy_n(weights_.embedding + batch.input_ids[row] * shape_.hidden_size, shape_.hidden_size,
-                    hidden_.data() + row * hidden_stride_);
+        const float* input = batch.inputs ? batch.inputs + row * shape_.hidden_size
+                                          : weights_.embedding + batch.input_ids[row] * shape_.hidden_size;
+        std::copy_n(input, shape_.hidden_size, hidden_.data() + row * hidden_stride_);
         normalise_row(pass.all, layers_[0].input_norm, row, member);
     });
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) run_layer(pass, layer, member);
+    export_last_hidden(pass, member);
     const TsLinear& head = weights_.head;
-    linear({&head, input_.of(pass.wanted.size(), hidden_groups_), pass.logits, head.num_outputs}, member);
+    linear({&head, input_.of(pass.wanted.size(), hidden_groups_), pass.outputs.logits, head.num_outputs}, member);
 }
 
 // Finds the normalised, quantised rows in input_, and leaves there what the next layer or the head reads.
@@ -183,6 +186,7 @@ void TsDecoder::run_layer(Pass& pass, int64_t index, ThreadPool::Member& member)
     const Activations products = gate_up(weights.gate_up, rows, member);
     linear_then_normalise({&weights.down, products, rows.hidden, hidden_stride_},
                           last ? norm_ : layers_[static_cast<size_t>(index + 1)].input_norm, rows, member);
+    export_features(pass, index + 1, member);
 }
 
 // Items of a phase, then something for every row: for few rows, waiting for each other twice costs more than sharing
@@ -252,6 +256,26 @@ void TsDecoder::gather_wanted(Pass& pass, ThreadPool::Member& member) {
     pool_.for_each(member, pass.wanted.size(), [&](int64_t i) {
         const int64_t row = (*pass.wanted.rows)[static_cast<size_t>(i)].query;
         std::copy_n(pass.all.hidden + row * hidden_stride_, hidden_stride_, pass.wanted.hidden + i * hidden_stride_);
+    });
+}
+
+void TsDecoder::export_features(const Pass& pass, int64_t layers_behind, ThreadPool::Member& member) {
+    const TsBatch& batch = plan_.batch();
+    const int64_t* end = batch.feature_layers + batch.num_feature_layers;
+    const int64_t* found = std::find(batch.feature_layers, end, layers_behind);
+    if (found == end) return;
+    const int64_t depth = found - batch.feature_layers;
+    pool_.for_each(member, batch.num_features, [&](int64_t i) {
+        std::copy_n(pass.all.hidden + batch.feature_rows[i] * hidden_stride_, shape_.hidden_size,
+                    pass.outputs.features + (i * batch.num_feature_layers + depth) * shape_.hidden_size);
+    });
+}
+
+void TsDecoder::export_last_hidden(const Pass& pass, ThreadPool::Member& member) {
+    if (!pass.outputs.last_hidden) return;
+    pool_.for_each(member, pass.wanted.size(), [&](int64_t i) {
+        std::copy_n(pass.wanted.hidden + i * hidden_stride_, shape_.hidden_size,
+                    pass.outputs.last_hidden + i * shape_.hidden_size);
     });
 }
 

@@ -45,7 +45,7 @@ public:
     TsDecoder(const TsShape& shape, const TsWeights& weights, int threads, std::string_view isa);
 
     // Throws std::invalid_argument or std::bad_alloc before anything is written.
-    void forward(const TsKvCache& kv, const TsBatch& batch, float* logits);
+    void forward(const TsKvCache& kv, const TsBatch& batch, const TsOutputs& outputs);
 
 private:
     struct Pass;
@@ -69,6 +69,8 @@ private:
     void project_qkv(const Pass& pass, int64_t layer, treeserve::ThreadPool::Member& member);
     void write_keys_values(const Pass& pass, int64_t layer, int64_t row) const;
     void gather_wanted(Pass& pass, treeserve::ThreadPool::Member& member);
+    void export_features(const Pass& pass, int64_t layers_behind, treeserve::ThreadPool::Member& member);
+    void export_last_hidden(const Pass& pass, treeserve::ThreadPool::Member& member);
     void attend(const Pass& pass, int64_t layer, const RowSet& rows, treeserve::ThreadPool::Member& member);
     treeserve::Activations gate_up(const TsLinear& linear, const RowSet& rows, treeserve::ThreadPool::Member& member);
 

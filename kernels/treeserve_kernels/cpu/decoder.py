@@ -10,22 +10,16 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from treeserve_kernels.cpu import library
 from treeserve_kernels.cpu import structures as c
+from treeserve_kernels.cpu.arguments import array_address, linear_of, shape_of, weights_of
 from treeserve_kernels.cpu.library import address
-from treeserve_kernels.cpu.packing import (
-    ALIGNMENT,
-    GROUP_INPUTS,
-    HALF_PANEL,
-    PANEL_OUTPUTS,
-    STEP_INPUTS,
-    Float32Array,
-    PackedLinear,
-)
+from treeserve_kernels.cpu.packing import Float32Array, PackedLinear
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 
@@ -77,7 +71,7 @@ class DecoderWeights:
     """All weights; every array is C-contiguous and may be memory-mapped. P is the number of rotary positions.
 
     Attributes:
-        embedding: float32[V, H].
+        embedding: float32[V, H], or None if every forward pass brings its inputs.
         layers: from the first to the last.
         norm: float32[H], before the head.
         head: from H to V, or to the fewer tokens that a drafter can say.
@@ -85,12 +79,60 @@ class DecoderWeights:
         rope_sin: float32[P, D / 2].
     """
 
-    embedding: Float32Array
+    embedding: Float32Array | None
     layers: Sequence[LayerWeights]
     norm: Float32Array
     head: PackedLinear
     rope_cos: Float32Array
     rope_sin: Float32Array
+
+
+class BatchArrays(TypedDict):
+    """One forward pass. T rows, S sequences, B blocks of the longest table, W words.
+
+    KV position p of sequence s is slot block_tables[s, p // block_size] * block_size + p % block_size, and tree node j
+    lives at KV position context_lens[s] + j.
+
+    Attributes:
+        input_ids: int64[T]; not looked at if there are inputs.
+        positions: int64[T], rotary positions.
+        slot_mapping: int64[T], distinct: where each row's K and V go.
+        block_tables: int32[S, B], padded with -1.
+        context_lens: int32[S], committed KV positions.
+        query_offsets: int32[S + 1]; the rows of sequence s are query_offsets[s]:query_offsets[s + 1].
+        node_offsets: int32[S], tree node of the sequence's first row.
+        ancestor_words: uint64[T, W]; bit j of word w is node 64 w + j, the row's own included.
+        block_size: that of the KV cache.
+        logits_indices: int64[K], rows whose logits are wanted.
+        inputs: float32[T, H], finite: what enters the first layer in place of the tokens' embeddings.
+    """
+
+    input_ids: Int64Array
+    positions: Int64Array
+    slot_mapping: Int64Array
+    block_tables: Int32Array
+    context_lens: Int32Array
+    query_offsets: Int32Array
+    node_offsets: Int32Array
+    ancestor_words: npt.NDArray[np.uint64]
+    block_size: int
+    logits_indices: Int64Array
+    inputs: NotRequired[Float32Array | None]
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What a forward pass over K wanted rows shows beside their logits.
+
+    Attributes:
+        logits: float32[K, outputs of the head].
+        last: float32[K, H] after the last layer, before the final norm.
+        features: float32[F, D, H], of F feature rows after D layers.
+    """
+
+    logits: Float32Array
+    last: Float32Array
+    features: Float32Array
 
 
 class KvCache:
@@ -102,7 +144,7 @@ class KvCache:
         handle = ctypes.c_void_p()
         library.check(
             library.load().ts_kv_create(
-                _shape(shape, 1), num_blocks, block_size, KV_DTYPES.index(dtype), ctypes.byref(handle)
+                shape_of(shape, 1), num_blocks, block_size, KV_DTYPES.index(dtype), ctypes.byref(handle)
             )
         )
         self.dtype = dtype
@@ -151,10 +193,10 @@ class Decoder:
         self.shape = shape
         self._num_outputs = weights.head.num_outputs
         self._kept = weights
-        packed = _weights(shape, weights)
+        packed = weights_of(shape, weights)
         handle = ctypes.c_void_p()
         created = library.load().ts_decoder_create(
-            _shape(shape, len(weights.rope_cos)), packed, threads, self.isa.encode(), ctypes.byref(handle)
+            shape_of(shape, len(weights.rope_cos)), packed, threads, self.isa.encode(), ctypes.byref(handle)
         )
         library.check(created)
         self._handle = handle
@@ -170,68 +212,80 @@ class Decoder:
         """
         return KvCache(self.shape, num_blocks, block_size, dtype)
 
-    def forward(
-        self,
-        kv: KvCache,
-        *,
-        input_ids: Int64Array,
-        positions: Int64Array,
-        slot_mapping: Int64Array,
-        block_tables: Int32Array,
-        context_lens: Int32Array,
-        query_offsets: Int32Array,
-        node_offsets: Int32Array,
-        ancestor_words: npt.NDArray[np.uint64],
-        block_size: int,
-        logits_indices: Int64Array,
-    ) -> Float32Array:
+    def forward(self, kv: KvCache, **batch: Unpack[BatchArrays]) -> Float32Array:
         """Compute the rows of a batch, writing their K and V to their slots.
-
-        T rows, S sequences, B blocks of the longest table, W words; KV position p of sequence s is slot
-        block_tables[s, p // block_size] * block_size + p % block_size, and tree node j lives at KV position
-        context_lens[s] + j.
 
         Args:
             kv: a cache of this decoder's shape.
-            input_ids: int64[T].
-            positions: int64[T], rotary positions.
-            slot_mapping: int64[T], distinct: where each row's K and V go.
-            block_tables: int32[S, B], padded with -1.
-            context_lens: int32[S], committed KV positions.
-            query_offsets: int32[S + 1]; the rows of sequence s are query_offsets[s]:query_offsets[s + 1].
-            node_offsets: int32[S], tree node of the sequence's first row.
-            ancestor_words: uint64[T, W]; bit j of word w is node 64 w + j, the row's own included.
-            block_size: that of `kv`.
-            logits_indices: int64[K], rows whose logits are wanted.
 
         Returns:
             float32[K, outputs of the head].
 
         Raises:
-            ValueError: if an array has another shape or type, an index is out of range, or the decoder is closed.
-                Nothing was written.
+            ValueError: if an array has another shape or type, an index is out of range, an input is not finite, or the
+                decoder is closed. Nothing was written.
         """
+        logits = np.empty((len(batch["logits_indices"]), self._num_outputs), dtype=np.float32)
+        self._run(kv, self._batch(**batch), c.Outputs(address(logits), None, None))
+        return logits
+
+    def forward_hidden(
+        self, kv: KvCache, feature_rows: Int64Array, feature_layers: Int64Array, **batch: Unpack[BatchArrays]
+    ) -> HiddenStates:
+        """`forward`, whose logits these are to the bit, with the hidden states behind them.
+
+        Args:
+            feature_rows: int64[F], rows whose hidden states are wanted.
+            feature_layers: int64[D], after how many layers: ascending, each at least 1 and below the number of layers.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        arrays = self._batch(**batch)
+        arrays.num_features, arrays.num_feature_layers = len(feature_rows), len(feature_layers)
+        arrays.feature_rows = array_address("feature_rows", feature_rows, np.int64, (len(feature_rows),))
+        arrays.feature_layers = array_address("feature_layers", feature_layers, np.int64, (len(feature_layers),))
+        rows, hidden = len(batch["logits_indices"]), self.shape.hidden_size
+        states = HiddenStates(
+            logits=np.empty((rows, self._num_outputs), dtype=np.float32),
+            last=np.empty((rows, hidden), dtype=np.float32),
+            features=np.empty((len(feature_rows), len(feature_layers), hidden), dtype=np.float32),
+        )
+        self._run(kv, arrays, c.Outputs(address(states.logits), address(states.last), address(states.features)))
+        return states
+
+    def _batch(self, **batch: Unpack[BatchArrays]) -> c.Batch:
+        input_ids, context_lens, logits_indices = batch["input_ids"], batch["context_lens"], batch["logits_indices"]
+        block_tables, ancestor_words, inputs = batch["block_tables"], batch["ancestor_words"], batch.get("inputs")
+        arrays = c.Batch()  # one per call: a second thread may fill its own meanwhile
+        arrays.num_rows, arrays.num_sequences, arrays.num_logits = (
+            len(input_ids),
+            len(context_lens),
+            len(logits_indices),
+        )
+        arrays.blocks_per_sequence, arrays.words_per_row = block_tables.shape[-1], ancestor_words.shape[-1]
+        arrays.block_size = batch["block_size"]
+        rows, sequences = (len(input_ids),), (len(context_lens),)
+        arrays.input_ids = array_address("input_ids", input_ids, np.int64, rows)
+        arrays.positions = array_address("positions", batch["positions"], np.int64, rows)
+        arrays.slot_mapping = array_address("slot_mapping", batch["slot_mapping"], np.int64, rows)
+        arrays.block_tables = array_address("block_tables", block_tables, np.int32, sequences + block_tables.shape[-1:])
+        arrays.context_lens = array_address("context_lens", context_lens, np.int32, sequences)
+        arrays.query_offsets = array_address("query_offsets", batch["query_offsets"], np.int32, (sequences[0] + 1,))
+        arrays.node_offsets = array_address("node_offsets", batch["node_offsets"], np.int32, sequences)
+        words_shape = rows + ancestor_words.shape[-1:]
+        arrays.ancestor_words = array_address("ancestor_words", ancestor_words, np.uint64, words_shape)
+        arrays.logits_indices = array_address("logits_indices", logits_indices, np.int64, (len(logits_indices),))
+        if inputs is not None:
+            arrays.inputs = array_address("inputs", inputs, np.float32, (*rows, self.shape.hidden_size))
+        return arrays
+
+    def _run(self, kv: KvCache, batch: c.Batch, outputs: c.Outputs) -> None:
         if not self._free.alive:
             raise ValueError("the decoder is closed")
         if kv._shape != self.shape:
             raise ValueError("the KV cache is of another shape than the decoder")
-        batch = c.Batch()  # one per call: a second thread may fill its own meanwhile
-        batch.num_rows, batch.num_sequences, batch.num_logits = len(input_ids), len(context_lens), len(logits_indices)
-        batch.blocks_per_sequence, batch.words_per_row = block_tables.shape[-1], ancestor_words.shape[-1]
-        batch.block_size = block_size
-        rows, sequences = (len(input_ids),), (len(context_lens),)
-        batch.input_ids = _address("input_ids", input_ids, np.int64, rows)
-        batch.positions = _address("positions", positions, np.int64, rows)
-        batch.slot_mapping = _address("slot_mapping", slot_mapping, np.int64, rows)
-        batch.block_tables = _address("block_tables", block_tables, np.int32, sequences + block_tables.shape[-1:])
-        batch.context_lens = _address("context_lens", context_lens, np.int32, sequences)
-        batch.query_offsets = _address("query_offsets", query_offsets, np.int32, (sequences[0] + 1,))
-        batch.node_offsets = _address("node_offsets", node_offsets, np.int32, sequences)
-        batch.ancestor_words = _address("ancestor_words", ancestor_words, np.uint64, rows + ancestor_words.shape[-1:])
-        batch.logits_indices = _address("logits_indices", logits_indices, np.int64, (len(logits_indices),))
-        logits = np.empty((len(logits_indices), self._num_outputs), dtype=np.float32)
-        library.check(self._forward(self._handle, kv._handle, batch, address(logits)))
-        return logits
+        library.check(self._forward(self._handle, kv._handle, batch, outputs))
 
     def close(self) -> None:
         """End the threads and free the scratch memory. KV caches stay. Calling it again does nothing."""
@@ -255,77 +309,7 @@ def apply_linear(x: Float32Array, packed: PackedLinear, *, isa: str | None = Non
     if rows.ndim != 2 or rows.shape[1] != packed.num_inputs:
         raise ValueError(f"x has shape {rows.shape}; {packed.num_inputs} inputs are needed")
     y = np.empty((len(rows), packed.num_outputs), dtype=np.float32)
-    linear = _linear("linear", packed, packed.num_outputs, packed.num_inputs)
+    linear = linear_of("linear", packed, packed.num_outputs, packed.num_inputs)
     name = (isa or library.isas()[0]).encode()
     library.check(library.load().ts_linear_apply(linear, name, len(rows), address(rows), address(y)))
     return y
-
-
-def _address(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> int:
-    if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"{name} is {array.dtype}{list(array.shape)} instead of {np.dtype(dtype)}{list(shape)}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{name} is not contiguous")
-    return address(array)
-
-
-def _shape(shape: DecoderShape, max_positions: int) -> c.Shape:
-    return c.Shape(
-        shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
-        shape.num_kv_heads, shape.head_dim, max_positions, shape.rms_norm_eps,
-    )  # fmt: skip
-
-
-def _weights(shape: DecoderShape, weights: DecoderWeights) -> c.Weights:
-    if len(weights.layers) != shape.num_layers:
-        raise ValueError(f"{len(weights.layers)} layers instead of {shape.num_layers}")
-    hidden, rotary = shape.hidden_size, (len(weights.rope_cos), shape.head_dim // 2)
-    layers = (c.Layer * shape.num_layers)(*(_layer(shape, i, layer) for i, layer in enumerate(weights.layers)))
-    return c.Weights(
-        _address("embedding", weights.embedding, np.float32, (shape.vocab_size, hidden)),
-        layers,
-        _address("norm", weights.norm, np.float32, (hidden,)),
-        _linear("head", weights.head, weights.head.num_outputs, hidden),
-        _address("rope_cos", weights.rope_cos, np.float32, rotary),
-        _address("rope_sin", weights.rope_sin, np.float32, rotary),
-    )
-
-
-def _layer(shape: DecoderShape, index: int, layer: LayerWeights) -> c.Layer:
-    hidden, intermediate, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    attended = shape.num_heads * head_dim
-    qkv = attended + 2 * shape.num_kv_heads * head_dim
-    name = f"layer {index}'s"
-    if not layer.gate_up.interleaved:
-        raise ValueError(f"{name} gate_up is not interleaved")
-
-    def norm(what: str, array: Float32Array | None, size: int) -> int | None:
-        return None if array is None else _address(f"{name} {what}", array, np.float32, (size,))
-
-    return c.Layer(
-        norm("input_norm", layer.input_norm, hidden),
-        _linear(f"{name} qkv", layer.qkv, qkv, hidden),
-        norm("q_norm", layer.q_norm, head_dim),
-        norm("k_norm", layer.k_norm, head_dim),
-        _linear(f"{name} attention_output", layer.attention_output, hidden, attended),
-        norm("feed_forward_norm", layer.feed_forward_norm, hidden),
-        _linear(f"{name} gate_up", layer.gate_up, 2 * intermediate, hidden),
-        _linear(f"{name} down", layer.down, hidden, intermediate),
-    )
-
-
-def _linear(name: str, packed: PackedLinear, outputs: int, inputs: int) -> c.Linear:
-    if (packed.num_outputs, packed.num_inputs) != (outputs, inputs):
-        raise ValueError(
-            f"{name} has {packed.num_outputs} outputs and {packed.num_inputs} inputs instead of {outputs} and {inputs}"
-        )
-    per_panel = PANEL_OUTPUTS if not packed.interleaved else HALF_PANEL
-    num_panels = -(-(outputs if not packed.interleaved else outputs // 2) // per_panel)
-    steps = -(-inputs // GROUP_INPUTS) * (GROUP_INPUTS // STEP_INPUTS)
-    places = (num_panels * PANEL_OUTPUTS,)
-    panels = _address(f"{name} panels", packed.panels, np.uint8, (num_panels, steps, PANEL_OUTPUTS, STEP_INPUTS))
-    if panels % ALIGNMENT:
-        raise ValueError(f"{name} panels begin at no multiple of {ALIGNMENT} bytes")
-    bias = None if packed.bias is None else _address(f"{name} bias", packed.bias, np.float32, places)
-    scales = _address(f"{name} scales", packed.scales, np.float32, places)
-    return c.Linear(panels, scales, bias, places[0] if packed.interleaved else outputs, inputs)

@@ -15,7 +15,7 @@ from treeserve_kernels.cpu.build import LIBRARY_NAME
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 
 
@@ -103,7 +103,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "ts_isas": (text, ()),
         "ts_decoder_create": (int32, (shape, ctypes.POINTER(c.Weights), int32, text, out)),
         "ts_decoder_destroy": (None, (pointer,)),
-        "ts_decoder_forward": (int32, (pointer, pointer, ctypes.POINTER(c.Batch), pointer)),
+        "ts_decoder_forward": (int32, (pointer, pointer, ctypes.POINTER(c.Batch), ctypes.POINTER(c.Outputs))),
         "ts_kv_create": (int32, (shape, int64, int64, int32, out)),
         "ts_kv_destroy": (None, (pointer,)),
         "ts_kv_nbytes": (int64, (pointer,)),

@@ -51,5 +51,12 @@ class Batch(ctypes.Structure):
         ("num_logits", _INT64), ("block_size", _INT64), ("input_ids", _POINTER), ("positions", _POINTER),
         ("slot_mapping", _POINTER), ("block_tables", _POINTER), ("context_lens", _POINTER),
         ("query_offsets", _POINTER), ("node_offsets", _POINTER), ("ancestor_words", _POINTER),
-        ("logits_indices", _POINTER),
+        ("logits_indices", _POINTER), ("inputs", _POINTER), ("num_features", _INT64), ("num_feature_layers", _INT64),
+        ("feature_rows", _POINTER), ("feature_layers", _POINTER),
     ]  # fmt: skip
+
+
+class Outputs(ctypes.Structure):
+    """TsOutputs."""
+
+    _fields_ = [("logits", _POINTER), ("last_hidden", _POINTER), ("features", _POINTER)]

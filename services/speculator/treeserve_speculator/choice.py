@@ -35,6 +35,7 @@ _NEW_TEXT = 24.0  # tokens without a source that a new sequence starts with
 _DOUBT = 48.0  # tokens without a source that double its chances
 _CAUGHT_UP = 2 * DEEPEST  # tokens that a model may have to read first without its timing counting for less
 _MOST_MASS = 0.6
+_ROUND_TRIP_S = 0.0005  # on loopback
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class SourceChooser:
         self._memories: dict[DraftSequence, _Memory] = {}
         self._prices = UNPRICED
         self._load = 1
+        self._per_second = 0.0  # plain tokens of one sequence
+        self._time = 1.0  # of a step without costly sources, in such tokens
 
     def close(self, sequence: DraftSequence) -> None:
         """Forget a sequence."""
@@ -135,6 +138,8 @@ class SourceChooser:
     def begin(self, load: int, prices: DraftPrices) -> frozenset[str]:
         """Trees for so many sequences are wanted: the names of the sources to `choose` among; ask all others."""
         self._load, self._prices = load, prices
+        self._per_second = 1e6 / prices.token_us if prices.token_us > 0.0 else 0.0
+        self._time = 1.0 + _ROUND_TRIP_S / load * self._per_second
         for bit, name in enumerate(self._names):
             if name in self._costly:
                 if self._share(name) < _CHEAP:
@@ -145,8 +150,7 @@ class SourceChooser:
 
     def _share(self, name: str) -> float:
         """The source's time for its largest tree, in tokens; 0 while a token's time is not known."""
-        seconds = self._times[name].seconds(len(WIDTHS) - 1, len(DEPTHS) - 1, self._load)
-        return seconds * 1e6 / self._prices.token_us if self._prices.token_us > 0 else 0.0
+        return self._times[name].seconds(len(WIDTHS) - 1, self._load)[-1] * self._per_second
 
     def chooses(self, name: str) -> bool:
         """Whether the source is asked for some sequences only."""
@@ -175,7 +179,7 @@ class SourceChooser:
         Sources are added one by one, the first with the shape that suits it best, others with the same shape.
         """
         path = memory.kind.known_path(memory.promise, memory.known.value)
-        tokens, time = sum(path), 1.0 + self._node_cost("", memory.promise)
+        tokens, time = sum(path), self._time + self._node_cost("", memory.promise)
         chosen: list[str] = []
         joint: _Rates | None = None
         rate, width, depth = tokens / time, 0, 0
@@ -188,11 +192,11 @@ class SourceChooser:
                 for w in widths:
                     rates = _either(joint, memory.scaled(name, w, chosen))
                     extra = extra_tokens(path, *rates)
+                    costs = self._costs(name, w)
                     for d in depths:
-                        longer = time + self._cost(name, w, d) + self._node_cost(name, d)
-                        if (tokens + extra[DEPTHS[d]]) / longer > rate:
-                            rate = (tokens + extra[DEPTHS[d]]) / longer
-                            best = name, w, d, longer, rates
+                        promised = (tokens + extra[DEPTHS[d]]) / (time + costs[d])
+                        if promised > rate:
+                            rate, best = promised, (name, w, d, time + costs[d], rates)
             if best is None:
                 break
             name, width, depth, time, joint = best
@@ -202,14 +206,14 @@ class SourceChooser:
 
     def _shape(self, memory: _Memory, name: str, width: int, depth: int, rate: float) -> TreeShape:
         """A level pays if its nodes are followed, and their children right, more often than its time gives tokens."""
-        goes_on = memory.kind.sources[name].goes_on[2][width].value * memory.extra.value
-        return TreeShape(
-            DEPTHS[depth], WIDTHS[width], min(_MOST_MASS, self._cost(name, width, 0) * rate / max(goes_on, 0.1))
-        )
+        goes_on = memory.kind.sources[name].goes_on[width][2].value * memory.extra.value
+        level = self._times[name].seconds(width, self._load)[0] * self._per_second
+        return TreeShape(DEPTHS[depth], WIDTHS[width], min(_MOST_MASS, level * rate / max(goes_on, 0.1)))
 
-    def _cost(self, name: str, width: int, depth: int) -> float:
-        """Time of a source, in tokens of plain decoding."""
-        return self._times[name].seconds(width, depth, self._load) * 1e6 / self._prices.token_us
+    def _costs(self, name: str, width: int) -> list[float]:
+        """Time of a source and the price of its nodes by depth, in tokens of plain decoding."""
+        seconds = self._times[name].seconds(width, self._load)
+        return [s * self._per_second + self._node_cost(name, depth) for depth, s in enumerate(seconds)]
 
     def _node_cost(self, name: str, index: int) -> float:
         """Price of the nodes that are worth verifying: of a source by depth, of the cheap ones by their promise."""

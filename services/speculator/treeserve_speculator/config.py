@@ -14,6 +14,7 @@ from treeserve_wire.config import check_at_least, option
 SSM = "ssm"
 SSMS = (SSM, *(f"{SSM}{i}" for i in range(2, 6)))
 CORPUS = "corpus"
+NGRAM_TABLE = "ngram_table"
 MAX_SOURCE_BUDGET_MS = 10_000.0
 MAX_SOURCES = 16
 
@@ -39,7 +40,8 @@ class SpeculatorConfig:
     sources: tuple[str, ...] = field(
         default=("ngram", "suffix", "recycling"),
         metadata=option(
-            "draft sources: ngram, suffix, recycling, ssm, corpus, an installed one, or package.module:attribute"
+            "draft sources: ngram, suffix, recycling, ngram_table, ssm, corpus, an installed one, "
+            "or package.module:attribute"
         ),
     )
     max_nodes: int = field(default=64, metadata=option("most nodes of a tree, the root not counted"))
@@ -51,7 +53,8 @@ class SpeculatorConfig:
         default=None, metadata=option("file of `treeserve corpus build`; adds the corpus source")
     )
     drafter_folder: Path | None = field(
-        default=None, metadata=option("folder of drafters trained for the model: what ssm, ssm2 ... ssm5 draft with")
+        default=None,
+        metadata=option("folder of drafters trained for the model: what ngram_table, ssm, ssm2 ... ssm5 draft with"),
     )
     ssm_folder: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
     ssm_dtype: str = field(
@@ -72,7 +75,7 @@ class SpeculatorConfig:
         names = self.source_names
         if not 1 <= len(names) <= MAX_SOURCES or len(set(names)) != len(names):
             raise InvalidArgumentError("sources", f"name 1 to {MAX_SOURCES} sources, each once")
-        for name in set(SSMS).intersection(names):
+        for name in {*SSMS, NGRAM_TABLE}.intersection(names):
             if self.drafter_folder is None and (name != SSM or self.ssm_folder is None):
                 raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
         if CORPUS in names and self.corpus is None:

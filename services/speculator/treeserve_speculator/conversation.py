@@ -14,6 +14,7 @@ from google.rpc import code_pb2
 
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_speculator.drafter import TreeLimits
 from treeserve_speculator.messages import committed_from_proto, sequence_from_proto
@@ -21,7 +22,7 @@ from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
-from treeserve_wire.codec import proposal_to_proto
+from treeserve_wire.codec import feature_shape_from_proto, proposal_to_proto
 from treeserve_wire.credits import Credits, CreditWindow
 
 DraftCall: TypeAlias = grpc.aio.StreamStreamCall[verifier_pb2.DraftRequest, verifier_pb2.DraftResponse]
@@ -52,6 +53,11 @@ class DraftPeer:
     def vocab_size(self) -> int:
         """Token ids that may occur."""
         return self.hello.model.vocab_size
+
+    @property
+    def feature_shape(self) -> FeatureShape | None:
+        """Of the target's hidden states, if some source wants them."""
+        return feature_shape_from_proto(self.hello.wants_features) if self.hello.HasField("wants_features") else None
 
 
 class Conversation:
@@ -108,17 +114,20 @@ class Conversation:
     def _work(self, update: verifier_pb2.DraftUpdate) -> DraftWork:
         """The update without its malformed entries, whose sequences are dropped."""
         assigned, commits, released = [], [], list(update.released)
+        vocab_size, feature_shape = self._peer.vocab_size, self._peer.feature_shape
         for assignment in update.assignments:
             try:
-                assigned.append(sequence_from_proto(assignment, self._peer.vocab_size))
+                assigned.append(sequence_from_proto(assignment, vocab_size, feature_shape))
             except InvalidArgumentError as error:
                 self._malformed(assignment.handle, error)
         for commit in update.commits:
             try:
-                commits.append(committed_from_proto(commit, self._peer.vocab_size))
+                commits.append(committed_from_proto(commit, vocab_size, feature_shape))
             except InvalidArgumentError as error:
                 self._malformed(commit.handle, error)
                 released.append(commit.handle)
+        damaged = [*(s.features is None for s in assigned), *(c.features is None for c in commits)]
+        self._peer.metrics.damaged_features.inc(sum(damaged))
         return DraftWork(tuple(assigned), tuple(commits), tuple(released))
 
     def _malformed(self, handle: int, error: InvalidArgumentError) -> None:

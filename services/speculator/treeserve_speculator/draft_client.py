@@ -18,7 +18,7 @@ from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, Draft
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
-from treeserve_wire.codec import acceptance_rule_to_proto, identity_to_proto
+from treeserve_wire.codec import acceptance_rule_to_proto, feature_shape_to_proto, identity_to_proto
 from treeserve_wire.status import error_from_rpc
 
 _WELCOME_TIMEOUT_S = 5.0
@@ -33,6 +33,7 @@ _log = structlog.get_logger(__name__)
 
 def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -> verifier_pb2.DraftHello:
     """The first frame of every stream."""
+    features = drafter.feature_shape
     return verifier_pb2.DraftHello(
         protocol_version=PROTOCOL_VERSION,
         speculator_id=speculator_id,
@@ -40,6 +41,7 @@ def draft_hello(speculator_id: str, identity: ModelIdentity, drafter: Drafter) -
         sources=drafter.source_names,
         initial_credit=CREDIT_WINDOW,
         wants_top_tokens=drafter.wants_top_tokens,
+        wants_features=None if features is None else feature_shape_to_proto(features),
         acceptance_rules=[acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
     )
 
@@ -112,6 +114,7 @@ class DraftClient:
                 return
             self._failures = 0
             self._log.info("draft stream open", verifier_id=welcome.verifier_id)
+            self._check_features(welcome)
             limits = TreeLimits(max_nodes=welcome.max_nodes - 1, max_depth=welcome.max_depth)
             session = self._peer.new_session(limits)
             self._peer.metrics.streams.inc()
@@ -123,6 +126,15 @@ class DraftClient:
                 await asyncio.get_running_loop().run_in_executor(self._peer.executor, session.close)
         finally:
             call.cancel()
+
+    def _check_features(self, welcome: verifier_pb2.DraftWelcome) -> None:
+        hello = self._peer.hello
+        if hello.HasField("wants_features") and hello.wants_features != welcome.features:
+            self._log.warning(
+                "the verifier cannot send the hidden states that a draft source needs: it stays off there",
+                wanted=str(hello.wants_features),
+                has=str(welcome.features),
+            )
 
     async def _unless_stopped(self, coroutine: Coroutine[Any, Any, _T]) -> _T | None:
         """The coroutine's result; None, and the coroutine cancelled, if `stop` comes first."""

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
+from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import check_token_ids
 from treeserve_core.tree import TokenTree, merge
@@ -19,7 +20,7 @@ from treeserve_speculator.feedback import visits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.mixture import MixBounds, Mixture
 from treeserve_speculator.sequence import UNPRICED, CommittedTokens, DraftPrices, DraftSequence
-from treeserve_speculator.sources.base import BatchDraftSource, DraftSource
+from treeserve_speculator.sources.base import BatchDraftSource, DraftSource, FeatureDraftSource
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -81,6 +82,11 @@ class Drafter:
         """Whether some source learns from the target's top tokens."""
         return any(source.wants_top_tokens for source in self._sources)
 
+    @property
+    def feature_shape(self) -> FeatureShape | None:
+        """Of the target's hidden states, if some source wants them."""
+        return next((s.feature_shape for s in self._sources if isinstance(s, FeatureDraftSource)), None)
+
     def open(self, sequence: DraftSequence) -> None:
         """Introduce a new sequence to all sources."""
         self._metrics.sequences.inc()
@@ -94,6 +100,7 @@ class Drafter:
             StaleBaseError: if the commit does not follow what is known; nothing changes then.
         """
         sequence.advance(committed.base_committed_len, committed.token_ids, committed.budget)
+        sequence.take_features(committed.features)
         tokens, top = committed.token_ids, committed.top_tokens
         if not tokens:
             return

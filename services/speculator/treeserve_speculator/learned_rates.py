@@ -68,29 +68,26 @@ class SourceRates:
     """How often a costly source is right, by what the cheap ones promise, depth and width.
 
     Attributes:
-        joins: by promise, whether at the root or deeper, and width: it has the token on a path that the cheap sources
+        joins: by width, promise, and whether at the root or deeper: it has the token on a path that the cheap sources
             knew up to here, where they have not.
-        goes_on: by depth and width: it has the next token on a path that is its own.
+        goes_on: by width and depth: it has the next token on a path that is its own.
     """
 
     def __init__(self, preset: DraftPreset, source: str, sampled: bool) -> None:
         right = preset.right(source) * (_SAMPLED if sampled else 1.0)
-        self.joins = [[[Rate(right) for _ in WIDTHS] for _ in range(2)] for _ in range(NUM_PROMISES)]
-        self.goes_on = [
-            [Rate(right if depth <= preset.depth else right * _DEEPER) for _ in WIDTHS] for depth in range(DEEPEST + 1)
-        ]
+        self.joins = [[[Rate(right), Rate(right)] for _ in range(NUM_PROMISES)] for _ in WIDTHS]
+        by_depth = [right if depth <= preset.depth else right * _DEEPER for depth in range(DEEPEST + 1)]
+        self.goes_on = [[Rate(p) for p in by_depth] for _ in WIDTHS]
 
     def rate(self, promise: int, depth: int, width: int, *, on_known: bool) -> Rate:
         """The rate of a visit: `width` is an index of WIDTHS, depth that of the token looked for."""
         if on_known:
-            return self.joins[promise][depth > 1][width]
-        return self.goes_on[depth][width]
+            return self.joins[width][promise][depth > 1]
+        return self.goes_on[width][depth]
 
     def scaled(self, promise: int, width: int, factor: float, most: float = 1.0) -> tuple[list[float], list[float]]:
         """joins at the root and deeper, and goes_on by depth, each at most `most`, times a factor."""
-        joins = [min(_SURE, min(most, by_width[width].value) * factor) for by_width in self.joins[promise]]
-        goes_on = [min(_SURE, min(most, by_width[width].value) * factor) for by_width in self.goes_on]
-        return joins, goes_on
+        return _scaled(self.joins[width][promise], factor, most), _scaled(self.goes_on[width], factor, most)
 
 
 class KindRates:
@@ -115,8 +112,8 @@ class KindRates:
     def known_path(self, promise: int, factor: float) -> list[float]:
         """K_0 to K_DEEPEST."""
         reached, path = 1.0, [1.0]
-        for rate in self.known[promise][1:]:
-            reached *= min(_SURE, rate.value * factor)
+        for rate in _scaled(self.known[promise][1:], factor):
+            reached *= rate
             path.append(reached)
         return path
 
@@ -128,13 +125,21 @@ def extra_tokens(known_path: Sequence[float], joins: Sequence[float], goes_on: S
         joins: at the root and deeper.
         goes_on: by depth.
     """
-    reached = total = 0.0
-    tokens = [0.0]
-    for depth in range(1, DEEPEST + 1):
-        reached = (known_path[depth - 1] - known_path[depth]) * joins[depth > 1] + reached * goes_on[depth]
+    above = known_path[1]
+    total = reached = (1.0 - above) * joins[0]
+    tokens, deeper = [0.0, total], joins[1]
+    for known, right in zip(known_path[2:], goes_on[2:], strict=True):
+        reached = (above - known) * deeper + reached * right
+        above = known
         total += reached
         tokens.append(total)
     return tokens
+
+
+def _scaled(rates: Sequence[Rate], factor: float, most: float = 1.0) -> list[float]:
+    values = [rate.value * factor for rate in rates]
+    top = min(_SURE, most * factor)
+    return values if max(values) <= top else [min(value, top) for value in values]
 
 
 def promise_of(expected_tokens: float) -> int:

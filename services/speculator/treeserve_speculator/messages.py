@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import structlog
+
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.identity import check_tenant
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import check_token_ids
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
-from treeserve_wire.codec import acceptance_rule_from_proto, sampling_from_proto
+from treeserve_wire.codec import acceptance_rule_from_proto, features_from_proto, sampling_from_proto
+
+_log = structlog.get_logger(__name__)
 
 
-def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftSequence:
-    """A new sequence. Raises InvalidArgumentError if it cannot be drafted for."""
+def sequence_from_proto(
+    msg: verifier_pb2.Assignment, vocab_size: int, feature_shape: FeatureShape | None = None
+) -> DraftSequence:
+    """A new sequence. Raises InvalidArgumentError if it cannot be drafted for.
+
+    Args:
+        feature_shape: of the features that were asked for, if any were.
+    """
     if not msg.token_ids:
         raise InvalidArgumentError("token_ids", "is empty")
     if not 0 <= msg.prompt_tokens <= len(msg.token_ids):
         raise InvalidArgumentError("prompt_tokens", f"{msg.prompt_tokens} of {len(msg.token_ids)} tokens")
     check_token_ids("token_ids", msg.token_ids, vocab_size)
     check_tenant(msg.tenant)
-    return DraftSequence(
+    sequence = DraftSequence(
         handle=msg.handle,
         tokens=list(msg.token_ids),
         prompt_len=msg.prompt_tokens,
@@ -31,10 +44,18 @@ def sequence_from_proto(msg: verifier_pb2.Assignment, vocab_size: int) -> DraftS
         # A newer verifier may know more of them: then the sequence begins as one that said nothing.
         preset=next((preset for preset in Preset if preset == msg.preset), Preset.NONE),
     )
+    sequence.take_features(_features(msg.features, feature_shape))
+    return sequence
 
 
-def committed_from_proto(msg: verifier_pb2.Commit, vocab_size: int) -> CommittedTokens:
-    """Progress of a sequence. Raises InvalidArgumentError for a token id outside the vocabulary."""
+def committed_from_proto(
+    msg: verifier_pb2.Commit, vocab_size: int, feature_shape: FeatureShape | None = None
+) -> CommittedTokens:
+    """Progress of a sequence. Raises InvalidArgumentError for a token id outside the vocabulary.
+
+    Args:
+        feature_shape: of the features that were asked for, if any were.
+    """
     check_token_ids("token_ids", msg.token_ids, vocab_size)
     return CommittedTokens(
         handle=msg.handle,
@@ -42,4 +63,16 @@ def committed_from_proto(msg: verifier_pb2.Commit, vocab_size: int) -> Committed
         token_ids=tuple(msg.token_ids),
         budget=msg.budget,
         top_tokens=tuple(tuple(top.token_ids) for top in msg.top_tokens),
+        features=_features(msg.features, feature_shape),
     )
+
+
+def _features(blocks: Iterable[verifier_pb2.Features], shape: FeatureShape | None) -> tuple[FeatureRows, ...] | None:
+    """What was asked for; None if some of it is damaged, which costs the sequence no more than these."""
+    if shape is None:
+        return ()
+    try:
+        return tuple(features_from_proto(block, shape) for block in blocks)
+    except InvalidArgumentError as error:
+        _log.error("damaged features", reason=str(error))
+        return None

@@ -30,6 +30,9 @@ class SpeculatorMetrics:
             "source_faults", "What a source that is not built in got wrong, by reason", "source", "reason"
         )
         self.protocol_errors = counter("protocol_errors", "Sequences dropped because an update made no sense")
+        self.damaged_features = counter(
+            "damaged_features", "Updates whose hidden states came damaged: their sequences go on without them"
+        )
         self.draft_seconds = Histogram(
             _PREFIX + "draft_seconds", "Time to draft one batch of trees", buckets=_DRAFT_SECONDS, registry=registry
         )

@@ -23,7 +23,7 @@ class DraftPreset:
     Attributes:
         depth: levels to begin with, one of DEPTHS.
         width: nodes expanded per level to begin with, one of WIDTHS.
-        sources: how often a costly source, by name, has a token that no cheap one has.
+        sources: how often a costly source has a token that no cheap one has, by its name without a number.
         other_sources: the same for those not named.
     """
 
@@ -34,7 +34,7 @@ class DraftPreset:
 
     def right(self, source: str) -> float:
         """Prior probability that a source has a token that no cheap one has."""
-        return self.sources.get(source, self.other_sources)
+        return self.sources.get(source.rstrip("0123456789"), self.other_sources)
 
 
 def _preset(depth: int, width: int, model: float) -> DraftPreset:

@@ -8,10 +8,13 @@ from typing import Any
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import StaleBaseError
+from treeserve_core.features import FeatureRows, FeatureWindow
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.mixture import MixedSequence
+
+FEATURE_TOKENS = 128  # twice what a verifier keeps, so that what a source has not read yet is not lost to newer tokens
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class CommittedTokens:
         base_committed_len: committed length before them.
         budget: nodes the next tree may have, the root not counted.
         top_tokens: for each token what the target held most probable in its place, best first; empty if not asked for.
+        features: blocks of the target's hidden states, of these tokens and maybe earlier ones; None if damaged.
     """
 
     handle: int
@@ -29,6 +33,7 @@ class CommittedTokens:
     token_ids: tuple[int, ...]
     budget: int
     top_tokens: tuple[tuple[int, ...], ...] = ()
+    features: tuple[FeatureRows, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class DraftSequence:
         shapes: for some sources, by name, how far the next tree is to grow; others decide for themselves.
         tree: the latest tree, until tokens are committed after its root.
         mixed: what mixing the sources' trees has learnt of it.
+        features: the target's hidden states of its latest tokens, as they came; None once some came damaged.
         source_state: what each source remembers, by the source's name.
         disabled: names of sources that failed on this sequence.
     """
@@ -95,6 +101,7 @@ class DraftSequence:
     shapes: Mapping[str, TreeShape] = field(default_factory=dict)
     tree: TokenTree | None = None
     mixed: MixedSequence = field(default_factory=MixedSequence)
+    features: FeatureWindow | None = field(default_factory=lambda: FeatureWindow(FEATURE_TOKENS))
     source_state: dict[str, Any] = field(default_factory=dict)
     disabled: set[str] = field(default_factory=set)
 
@@ -102,6 +109,14 @@ class DraftSequence:
     def is_greedy(self) -> bool:
         """Whether the most probable token is the one to guess: not so where the target draws with noise."""
         return self.sampling.is_greedy or self.acceptance is AcceptanceRule.TYPICAL
+
+    def take_features(self, blocks: Sequence[FeatureRows] | None) -> None:
+        """Note features that came; after damaged ones (None) no more are taken."""
+        if blocks is None or self.features is None:
+            self.features = None
+            return
+        for rows in blocks:
+            self.features.extend(rows)
 
     def advance(self, base_committed_len: int, token_ids: Sequence[int], budget: int) -> None:
         """Append committed tokens.

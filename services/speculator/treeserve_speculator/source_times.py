@@ -61,9 +61,9 @@ class SourceTimes:
         if is_new:
             _guess_the_others(table)
 
-    def seconds(self, width: int, depth: int, load: int) -> float:
-        """Expected time; 0 before anything was measured."""
-        return self._table(load)[width][depth].seconds
+    def seconds(self, width: int, load: int) -> list[float]:
+        """Expected times by depth; 0 before anything was measured."""
+        return [cell.seconds for cell in self._table(load)[width]]
 
     def _table(self, load: int) -> list[list[_Cell]]:
         bucket = load.bit_length()

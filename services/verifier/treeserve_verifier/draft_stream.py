@@ -10,6 +10,7 @@ from google.rpc import code_pb2
 
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
+from treeserve_core.features import FeatureRows
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.loop import VerifyLoop
@@ -17,6 +18,7 @@ from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 from treeserve_wire import codec
+from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import Credits, CreditWindow
 from treeserve_wire.server import ServicerContext, write_all
 from treeserve_wire.status import to_status
@@ -25,7 +27,9 @@ _log = structlog.get_logger(__name__)
 
 _MAX_SOURCES = 16
 _PROPOSAL_WINDOW = 64
-_MAX_ASSIGNED_TOKENS_PER_FRAME = 131_072  # a token id takes at most 3 bytes below 2^21: well under 1 MiB
+# A frame is full beyond this. The entry that fills it adds at most a prompt, some 400 kB, and a window of features, a
+# quarter of a message: well under 1 MiB in all.
+_FULL_FRAME_BYTES = MAX_MESSAGE_BYTES // 4
 
 
 class DraftStream:
@@ -70,6 +74,13 @@ class DraftStream:
         commit.budget = notice.budget
         self._wake.set()
 
+    def features(self, handle: int, rows: FeatureRows) -> None:
+        """Features of tokens that wait to be sent; of those that gathered while credit was out, only the latest."""
+        waiting = self._assignments[handle] if handle in self._assignments else self._commits[handle]
+        waiting.features.append(codec.features_to_proto(rows))
+        while len(waiting.features) > 1 and sum(len(block.values) for block in waiting.features) > _FULL_FRAME_BYTES:
+            del waiting.features[0]
+
     def release(self, handle: int) -> None:
         """The sequence is no longer this speculator's."""
         self._commits.pop(handle, None)
@@ -98,14 +109,15 @@ class DraftStream:
         self._wake.set()
 
     def _next_update(self) -> verifier_pb2.DraftUpdate:
-        update = verifier_pb2.DraftUpdate(commits=self._commits.values(), released=self._released)
-        self._commits, self._released = {}, []
-        room = _MAX_ASSIGNED_TOKENS_PER_FRAME
-        for handle in list(self._assignments):
-            update.assignments.append(self._assignments.pop(handle))
-            room -= len(update.assignments[-1].token_ids)
-            if room <= 0:
-                break
+        update = verifier_pb2.DraftUpdate(released=self._released)
+        self._released = []
+        size = 0
+        while self._commits and size < _FULL_FRAME_BYTES:
+            update.commits.append(self._commits.pop(next(iter(self._commits))))
+            size += update.commits[-1].ByteSize()
+        while self._assignments and size < _FULL_FRAME_BYTES:
+            update.assignments.append(self._assignments.pop(next(iter(self._assignments))))
+            size += update.assignments[-1].ByteSize()
         return update
 
 
@@ -138,7 +150,14 @@ class DraftHandler:
         self._check_hello(hello)
         stream = DraftStream(hello.initial_credit)
         await context.write(self._welcome())
-        speculator = self._loop.attach(hello.speculator_id, tuple(hello.sources), stream, hello.wants_top_tokens)
+        wants_features = codec.feature_shape_from_proto(hello.wants_features)
+        speculator = self._loop.attach(
+            hello.speculator_id,
+            tuple(hello.sources),
+            stream,
+            hello.wants_top_tokens,
+            wants_features if hello.HasField("wants_features") else None,
+        )
         writer = asyncio.create_task(write_all(context, stream.frames()))
         rules = codec.known_acceptance_rules(hello.acceptance_rules)
         _log.info(
@@ -146,6 +165,7 @@ class DraftHandler:
             speculator=speculator.name,
             sources=speculator.sources,
             acceptance_rules=sorted(rule.label for rule in rules),
+            gets_features=speculator.wants_features,
         )
         window = CreditWindow(_PROPOSAL_WINDOW)
         try:
@@ -194,6 +214,7 @@ class DraftHandler:
             raise InvalidArgumentError("sources", f"names 1 to {_MAX_SOURCES} different sources")
 
     def _welcome(self) -> verifier_pb2.DraftResponse:
+        features = self._loop.feature_shape
         return verifier_pb2.DraftResponse(
             welcome=verifier_pb2.DraftWelcome(
                 protocol_version=PROTOCOL_VERSION,
@@ -201,5 +222,6 @@ class DraftHandler:
                 max_nodes=self._config.max_nodes + 1,
                 max_depth=self._config.max_depth,
                 initial_credit=_PROPOSAL_WINDOW,
+                features=None if features is None else codec.feature_shape_to_proto(features),
             )
         )

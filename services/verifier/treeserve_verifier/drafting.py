@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from treeserve_core.errors import NotFoundError, StaleBaseError
+from treeserve_core.features import FeatureRows, FeatureShape, FeatureWindow
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
 from treeserve_verifier.pacing import MAX_INTERVAL, Pace
@@ -26,6 +27,7 @@ class _Seat:
 
     Attributes:
         told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
+        told_features: place of the token after the last one whose features it was sent.
         pace: what its trees are worth here, and how often it is asked.
         top_token_ids: of the tokens that it was not told yet, if it wants them.
         tree: what is left of its newest tree under the present root.
@@ -37,6 +39,7 @@ class _Seat:
     handle: int
     pace: Pace
     told_len: int = 0
+    told_features: int = 0
     top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
     tree: TokenTree | None = None
     tree_base: int = 0
@@ -71,6 +74,7 @@ class DraftDesk:
         max_wait_s: bound on any wait.
         budget_of: nodes the next tree of a sequence may have.
         prices: what tokens and rows cost at present.
+        feature_shape: of the features that steps can export; None for none.
 
     Attributes:
         asks: trees asked for.
@@ -83,13 +87,16 @@ class DraftDesk:
         max_wait_s: float,
         budget_of: Callable[[Sequence], int],
         prices: Callable[[], Prices],
+        feature_shape: FeatureShape | None = None,
     ) -> None:
+        self.feature_shape = feature_shape
         self._clock = clock
         self._max_wait_s = max_wait_s
         self._budget_of = budget_of
         self._prices = prices
         self._speculators: list[Speculator] = []
         self._seats: dict[Sequence, list[_Seat]] = {}
+        self._features: dict[Sequence, FeatureWindow] = {}  # of the sequences whose speculators want them
         self._source_names: list[str] = []
         self.asks = 0
         self.late = 0
@@ -103,13 +110,26 @@ class DraftDesk:
         """Names of the sources in a merged tree's mask."""
         return [name for bit, name in enumerate(self._source_names) if mask >> bit & 1]
 
-    def attach(self, name: str, sources: tuple[str, ...], outbox: DraftOutbox, *, wants_top_tokens: bool) -> Speculator:
-        """Add a speculator and give it its share of the sequences that are open."""
+    def attach(
+        self,
+        name: str,
+        sources: tuple[str, ...],
+        outbox: DraftOutbox,
+        *,
+        wants_top_tokens: bool,
+        wants_features: FeatureShape | None = None,
+    ) -> Speculator:
+        """Add a speculator and give it its share of the sequences that are open.
+
+        Args:
+            wants_features: the features it wants, if any; it gets none of another shape than `feature_shape`.
+        """
         for source in sources:
             if source not in self._source_names:
                 self._source_names.append(source)
         bits = tuple(self._source_names.index(source) for source in sources)
-        speculator = Speculator(name, sources, bits, outbox, wants_top_tokens)
+        gets_features = wants_features is not None and wants_features == self.feature_shape
+        speculator = Speculator(name, sources, bits, outbox, wants_top_tokens, gets_features)
         self._speculators.append(speculator)
         for sequence, seats in self._seats.items():
             if all(seat.speculator.sources != sources for seat in seats):
@@ -138,6 +158,7 @@ class DraftDesk:
 
     def close(self, sequence: Sequence) -> None:
         """The sequence ended: release it everywhere."""
+        self._features.pop(sequence, None)
         for seat in self._seats.pop(sequence, ()):
             speculator = seat.speculator
             del speculator.sequences[seat.handle]
@@ -149,6 +170,16 @@ class DraftDesk:
     def wants_top_tokens(self, sequence: Sequence) -> bool:
         """Whether a speculator of the sequence asked for the target's most probable tokens."""
         return any(seat.speculator.wants_top_tokens for seat in self._seats.get(sequence, ()))
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether a speculator of the sequence gets the target's features."""
+        return any(seat.speculator.wants_features for seat in self._seats.get(sequence, ()))
+
+    def computed(self, sequence: Sequence, features: FeatureRows) -> None:
+        """A step computed features of the sequence's tokens; they go with the next ask."""
+        if self.feature_shape is not None and sequence in self._seats:
+            window = self._features.setdefault(sequence, FeatureWindow(self.feature_shape.window_tokens))
+            window.extend(features)
 
     def tokens_until_ask(self, sequence: Sequence) -> int:
         """Tokens after which `committed` asks for a tree at the earliest."""
@@ -266,10 +297,20 @@ class DraftDesk:
             seat.speculator.outbox.assign(seat.handle, sequence, budget)
         else:
             seat.speculator.outbox.commit(notice)
+        self._send_features(sequence, seat)
         seat.told_len = len(sequence.tokens)
         seat.top_token_ids.clear()
         seat.speculator.ask(seat.handle, self._clock())
         self.asks += 1
+
+    def _send_features(self, sequence: Sequence, seat: _Seat) -> None:
+        """What the speculator was not sent yet, of the tokens that it was just told of."""
+        window = self._features.get(sequence)
+        if window is None or not seat.speculator.wants_features:
+            return
+        if (rows := window.since(seat.told_features)) is not None:
+            seat.speculator.outbox.features(seat.handle, rows)
+            seat.told_features = window.end
 
     def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
         now = self._clock()
@@ -285,6 +326,7 @@ class DraftDesk:
         self._seats[sequence].append(seat)
         if self._budget_of(sequence) > 0:  # read the prompt meanwhile: trees are asked for once there is a root
             speculator.outbox.assign(handle, sequence, 0)
+            self._send_features(sequence, seat)
             seat.told_len = len(sequence.tokens)
 
     @staticmethod

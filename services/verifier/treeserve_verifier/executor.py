@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from treeserve_core.errors import UnavailableError
+from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.tree import TokenTree
 from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
-from treeserve_engine.interface import DeviceModel
+from treeserve_engine.interface import DeviceModel, HiddenModel, Model
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 
@@ -36,12 +37,14 @@ class StepResult:
         outcome: None for a prefill chunk that did not reach the root, or if `error` is set.
         top_token_ids: for each emitted token what the target held most probable in its place, if wanted.
         error: why this sequence failed; the others of the step are not affected.
+        features: of the tokens that its rows led to, if wanted: the emitted ones, or those of a prompt.
     """
 
     planned: PlannedSequence
     outcome: VerifyOutcome | None = None
     top_token_ids: tuple[tuple[int, ...], ...] = ()
     error: Exception | None = None
+    features: FeatureRows | None = None
 
     @property
     def is_last(self) -> bool:
@@ -52,6 +55,19 @@ class StepResult:
     def goes_on(self) -> bool:
         """Whether it emitted tokens and more may follow."""
         return self.outcome is not None and self.outcome.finish_reason is None
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What the forward pass left for one planned sequence.
+
+    Attributes:
+        accept: commits its tree.
+        features: float32[F, D, H] of its last F rows, if wanted.
+    """
+
+    accept: Callable[[], Accepted]
+    features: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,9 @@ class StepExecutor:
     Args:
         thread: an executor of one thread, the one in which the runner's model was loaded.
         vocab_size: token ids that exist; logits beyond are padding.
+
+    Attributes:
+        feature_shape: of the features it can export; None if the model shows none, as on a GPU.
     """
 
     def __init__(self, runner: ModelRunner, thread: Executor, vocab_size: int) -> None:
@@ -98,9 +117,15 @@ class StepExecutor:
         self._thread = thread
         self._vocab_size = vocab_size
         self._device_model = runner.model if isinstance(runner.model, DeviceModel) else None
+        self.feature_shape = None if self._device_model is not None else _feature_shape(runner.model)
 
     async def run(
-        self, plan: StepPlan, top_tokens_for: frozenset[int], meanwhile: Callable[[], None], then: PlainRun
+        self,
+        plan: StepPlan,
+        top_tokens_for: frozenset[int],
+        meanwhile: Callable[[], None],
+        then: PlainRun,
+        features_for: frozenset[int] = frozenset(),
     ) -> list[ExecutedStep]:
         """Run a step, and plain ones after it; the event loop goes on meanwhile.
 
@@ -109,15 +134,16 @@ class StepExecutor:
             top_tokens_for: seq_ids whose speculators want the most probable tokens.
             meanwhile: called in the event loop once the step is under way: what it does delays nothing.
             then: the plain steps. There are none after a sequence ended or failed, or where KV blocks are short.
+            features_for: seq_ids whose speculators want features; empty without a `feature_shape`.
         """
         loop = asyncio.get_running_loop()
 
         def run() -> list[ExecutedStep]:
             # This thread holds the interpreter until the forward pass lets go of it; only then is `meanwhile` called.
             loop.call_soon_threadsafe(meanwhile)
-            steps = [self._run(plan, top_tokens_for)]
+            steps = [self._run(plan, top_tokens_for, features_for)]
             while len(steps) <= then.steps and then.may_go_on() and self._reserve_next(steps[-1]):
-                steps.append(self._run(_plain_step_after(steps[-1]), top_tokens_for))
+                steps.append(self._run(_plain_step_after(steps[-1]), top_tokens_for, features_for))
             return steps
 
         return await loop.run_in_executor(self._thread, run)
@@ -132,10 +158,10 @@ class StepExecutor:
             blocks.reserve(seq_id, 1)
         return True
 
-    def _run(self, plan: StepPlan, top_tokens_for: frozenset[int]) -> ExecutedStep:
+    def _run(self, plan: StepPlan, top_tokens_for: frozenset[int], features_for: frozenset[int]) -> ExecutedStep:
         start = time.perf_counter()
         try:
-            accepting = self._forward(plan.sequences, top_tokens_for)
+            computed = self._forward(plan.sequences, top_tokens_for, features_for)
         except Exception as error:
             for planned in plan.sequences:
                 self._runner.rollback(planned.sequence.seq_id)
@@ -143,13 +169,13 @@ class StepExecutor:
             failed.__cause__ = error
             return ExecutedStep(tuple(StepResult(p, error=failed) for p in plan.sequences), 0.0)
         forward_ms = (time.perf_counter() - start) * 1e3
-        results = [self._settle(*each) for each in zip(plan.sequences, accepting, strict=True)]
+        results = [self._settle(*each) for each in zip(plan.sequences, computed, strict=True)]
         return ExecutedStep(tuple(results), forward_ms)
 
     def _forward(
-        self, sequences: SequenceOf[PlannedSequence], top_tokens_for: frozenset[int]
-    ) -> list[Callable[[], Accepted]]:
-        """The forward pass; for each sequence what accepts its tree."""
+        self, sequences: SequenceOf[PlannedSequence], top_tokens_for: frozenset[int], features_for: frozenset[int]
+    ) -> list[_Computed]:
+        """The forward pass; for each sequence what accepts its tree, and its rows' features."""
 
         def accept_tree(planned: PlannedSequence, logits: npt.NDArray[np.float32]) -> Accepted:
             return self._accept(planned, logits, planned.sequence.seq_id in top_tokens_for)
@@ -158,7 +184,7 @@ class StepExecutor:
         if self._device_model is not None:
             from treeserve_verifier.device_step import forward_on_device  # torch, which int8 on a CPU does without
 
-            return forward_on_device(
+            commits = forward_on_device(
                 self._runner,
                 self._device_model,
                 sequences,
@@ -168,22 +194,54 @@ class StepExecutor:
                 top_tokens_for=top_tokens_for,
                 vocab_size=self._vocab_size,
             )
-        logits = self._runner.forward(rows)
-        return [partial(accept_tree, *each) for each in zip(sequences, logits, strict=True)]
+            return [_Computed(commit) for commit in commits]
+        if self.feature_shape is None or features_for.isdisjoint(p.sequence.seq_id for p in sequences):
+            logits = self._runner.forward(rows)
+            return [_Computed(partial(accept_tree, *each)) for each in zip(sequences, logits, strict=True)]
+        rows = [
+            self._with_features(p, r) if p.sequence.seq_id in features_for else r
+            for p, r in zip(sequences, rows, strict=True)
+        ]
+        states = self._runner.forward_hidden(rows, self.feature_shape.layers)
+        return [
+            _Computed(partial(accept_tree, planned, state.logits), state.features)
+            for planned, state in zip(sequences, states, strict=True)
+        ]
 
-    def _settle(self, planned: PlannedSequence, accept_tree: Callable[[], Accepted]) -> StepResult:
+    def _with_features(self, planned: PlannedSequence, rows: SequenceRows) -> SequenceRows:
+        """The rows, asking for the features of all draft nodes, or of those of a chunk that a drafter may look at."""
+        assert self.feature_shape is not None
+        unread = len(planned.sequence.tokens) - self._runner.blocks.computed_len(planned.sequence.seq_id)
+        first = 0 if planned.chunk == 1 else max(0, unread - self.feature_shape.window_tokens)
+        return replace(rows, feature_rows=range(min(first, planned.rows), planned.rows))
+
+    def _settle(self, planned: PlannedSequence, computed: _Computed) -> StepResult:
         sequence = planned.sequence
         if planned.tree is None:
+            features = self._features(planned, computed, range(planned.chunk))
             self._runner.commit(sequence.seq_id, range(planned.chunk))
-            return StepResult(planned)
+            return StepResult(planned, features=features)
         try:
-            outcome, top_token_ids = accept_tree()
+            outcome, top_token_ids = computed.accept()
         except Exception as error:
             self._runner.rollback(sequence.seq_id)
             return StepResult(planned, error=error)
         kept = range(planned.chunk) if planned.chunk > 1 else (0, *outcome.accepted_nodes)
+        walked = kept if planned.chunk > 1 else kept[: len(outcome.token_ids)]
+        features = self._features(planned, computed, walked)
         self._runner.commit(sequence.seq_id, kept)
-        return StepResult(planned, outcome, top_token_ids)
+        return StepResult(planned, outcome, top_token_ids, features=features)
+
+    def _features(self, planned: PlannedSequence, computed: _Computed, walked: SequenceOf[int]) -> FeatureRows | None:
+        """Of the tokens that followed the walked rows: the last of them, as many as have features."""
+        if computed.features is None:
+            return None
+        not_asked = planned.rows - len(computed.features)
+        rows = [row for row in walked if row >= not_asked]
+        if not rows:
+            return None
+        after = self._runner.blocks.computed_len(planned.sequence.seq_id) + len(walked) + 1
+        return FeatureRows.narrowed(after - len(rows), computed.features[[row - not_asked for row in rows]])
 
     def _accept(self, planned: PlannedSequence, logits: npt.NDArray[np.float32], wants_top_tokens: bool) -> Accepted:
         sequence = planned.sequence
@@ -208,6 +266,10 @@ def forward_ms(runner: ModelRunner, rows: int) -> float:
     blocks.rollback(seq_id)
     blocks.free(seq_id)
     return elapsed * 1e3
+
+
+def _feature_shape(model: Model) -> FeatureShape | None:
+    return model.feature_shape if isinstance(model, HiddenModel) and model.feature_shape.layers else None
 
 
 def _plain_step_after(step: ExecutedStep) -> StepPlan:

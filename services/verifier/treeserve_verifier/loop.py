@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from treeserve_core.errors import UnavailableError
+from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
@@ -94,9 +95,23 @@ class VerifyLoop:
         self._changed.set()
         self._notify()
 
-    def attach(self, name: str, sources: tuple[str, ...], outbox: DraftOutbox, wants_top_tokens: bool) -> Speculator:
+    @property
+    def feature_shape(self) -> FeatureShape | None:
+        """Of the features that speculators can be sent; None for none."""
+        return self._desk.feature_shape
+
+    def attach(
+        self,
+        name: str,
+        sources: tuple[str, ...],
+        outbox: DraftOutbox,
+        wants_top_tokens: bool,
+        wants_features: FeatureShape | None = None,
+    ) -> Speculator:
         """A speculator connected."""
-        speculator = self._desk.attach(name, sources, outbox, wants_top_tokens=wants_top_tokens)
+        speculator = self._desk.attach(
+            name, sources, outbox, wants_top_tokens=wants_top_tokens, wants_features=wants_features
+        )
         self._notify()
         return speculator
 
@@ -136,7 +151,8 @@ class VerifyLoop:
             await asyncio.sleep(0)
             return
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
-        steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan))
+        features_for = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_features(p.sequence))
+        steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan), features_for)
         for step in steps:
             self._settle_step(step)
         self._uncounted += steps
@@ -203,6 +219,8 @@ class VerifyLoop:
             return
         base_len = len(sequence.tokens)
         self._scheduler.settle(result.planned, result.outcome)
+        if result.features is not None:
+            self._desk.computed(sequence, result.features)
         if result.outcome is None:
             return
         if result.outcome.finish_reason is None and not sequence.cancelled:

@@ -142,18 +142,20 @@ class Verifier:
         self._thread = engine.thread
         planner = StepPlanner(config, CostModel.free_rows() if config.draft_always else engine.cost)
         clock = time.monotonic  # uvloop's own counts milliseconds: as long as a tree takes
+        executor = StepExecutor(engine.runner, engine.thread, engine.identity.vocab_size)
         self._desk = DraftDesk(
             clock,
             config.draft_wait_ms / 1e3,
             lambda s: planner.draft_budget(s, len(self._scheduler)),
             lambda: planner.prices(len(self._scheduler.running)),
+            executor.feature_shape,
         )
         self._scheduler = Scheduler(config, self.blocks, self._sequence_ended)
         self.loop = VerifyLoop(
             self._scheduler,
             self._desk,
             planner,
-            StepExecutor(engine.runner, engine.thread, engine.identity.vocab_size),
+            executor,
             engine.cost,
             metrics,
             clock,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from treeserve_core.features import FeatureRows
 from treeserve_verifier.sequence import Sequence
 
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
@@ -36,6 +37,9 @@ class DraftOutbox(Protocol):
     def commit(self, notice: CommitNotice) -> None:
         """Progress of an assigned sequence."""
 
+    def features(self, handle: int, rows: FeatureRows) -> None:
+        """Features of a sequence's tokens, right after `assign` or `commit` told of them."""
+
     def release(self, handle: int) -> None:
         """The sequence is no longer this speculator's."""
 
@@ -59,6 +63,7 @@ class Speculator:
     source_bits: tuple[int, ...]
     outbox: DraftOutbox
     wants_top_tokens: bool = False
+    wants_features: bool = False
     next_handle: int = 1
     sequences: dict[int, Sequence] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from treeserve_core.features import FeatureShape
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.sequence import DraftSequence
@@ -54,6 +55,18 @@ class BatchDraftSource(DraftSource, Protocol):
 
     def propose_batch(self, wanted: Sequence[tuple[DraftSequence, int]]) -> list[TokenTree | None]:
         """`propose` for several (sequence, budget) pairs, in order."""
+
+
+@runtime_checkable
+class FeatureDraftSource(DraftSource, Protocol):
+    """A source that drafts from the target's hidden states, which it finds in `DraftSequence.features`.
+
+    A verifier that has none of this shape sends none, and the source has no idea then.
+    """
+
+    @property
+    def feature_shape(self) -> FeatureShape:
+        """What it needs; that of all such sources of a speculator is the same."""
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,14 @@ class GrowthLimits:
         max_depth: deepest node.
         width: nodes expanded per level.
         min_probability: least path probability of an expanded node.
+        least_mass: least path probability of all expanded nodes of a level together.
     """
 
     max_nodes: int
     max_depth: int
     width: int
     min_probability: float
+    least_mass: float = 0.0
 
 
 class TreeGrowth:
@@ -162,7 +164,9 @@ class TreeGrowth:
             return [0]
         ranked = sorted(range(1, len(self.token_ids)), key=lambda i: (-self._path_log_probs[i], self.depths[i], i))
         best = [i for i in ranked[: self._limits.max_nodes] if i in level and self._may_expand(i)]
-        return sorted(best[: self._limits.width])
+        best = best[: self._limits.width]
+        mass = sum(math.exp(self._path_log_probs[i]) for i in best)
+        return sorted(best) if mass >= self._limits.least_mass else []
 
     def _may_expand(self, node: int) -> bool:
         return (

@@ -20,8 +20,9 @@ from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, draw_children
-from treeserve_speculator.sources.ngram_table_file import NgramTable, Successors
+from treeserve_speculator.sources.ngram_table_file import NgramTable, Successors, TableIdentity
 
+_MAX_DEPTH = 8
 _DRAWN_WIDTH = 4
 # Hotter requests are drafted for as if they were this hot: there is little to guess, and exp must not overflow.
 _MAX_TEMPERATURE = 8.0
@@ -46,7 +47,7 @@ class NgramTableSource:
         table: NgramTable,
         eos_token_ids: frozenset[int],
         *,
-        max_depth: int = 8,
+        max_depth: int = _MAX_DEPTH,
         min_probability: float = 0.01,
     ) -> None:
         self._table = table
@@ -134,3 +135,47 @@ class NgramTableSource:
         again = self._table.calibration.again
         pairs = zip(found.weights, found.token_ids, strict=True)
         return [weight * again if token_id in seen else weight for weight, token_id in pairs]
+
+    def _drawn(self, state: DraftSequence, budget: int) -> TokenTree:
+        """A tree of independent draws, as the multi-step rule wants them."""
+        seen: set[int] = state.source_state[self.name]
+        limits = GrowthLimits(budget, self._max_depth, _DRAWN_WIDTH, self._min_probability)
+        growth = TreeGrowth(state.tokens[-1], limits, self._eos_token_ids)
+        contexts = {0: tuple(state.tokens[: -self._table.max_order - 1 : -1])}
+        while level := growth.next_level():
+            for node in level:
+                if node > 0:
+                    above = contexts[growth.parents[node]][: self._table.max_order - 1]
+                    contexts[node] = (growth.token_ids[node], *above)
+                found = self._table.successors(contexts[node])
+                if found.token_ids:
+                    count = growth.num_draws(node, _DRAWN_WIDTH)
+                    growth.expand_by(node, self._draws(found, seen, state, growth.depths[node], count))
+        return growth.tree()
+
+    def _draws(self, found: Successors, seen: set[int], state: DraftSequence, depth: int, count: int) -> Draws:
+        ids = np.array(found.token_ids)
+        order = np.argsort(ids)
+        logits = np.log(np.array(self._weights(found, seen)))[order].astype(np.float32)
+        return draw_children(logits, state.sampling, len(state.tokens) + depth, count, ids[order])
+
+
+def _by_weight(entry: tuple[float, int]) -> tuple[float, int]:
+    weight, token_id = entry
+    return -weight, token_id
+
+
+def build(settings: SourceSettings) -> NgramTableSource:
+    """The source with the table of the configured drafter folder.
+
+    Raises:
+        InvalidArgumentError: if no folder is configured, or it holds no table that is whole and the target's.
+    """
+    config = settings.config
+    if config.drafter_folder is None:
+        raise InvalidArgumentError("drafter_folder", f"the {NGRAM_TABLE} source needs a folder of trained drafters")
+    folder = DrafterFolder.read(config.drafter_folder)
+    folder.check_target(settings.tokenizer_hash, settings.vocab_size)
+    identity = TableIdentity(settings.tokenizer_hash, settings.vocab_size)
+    table = NgramTable.open(folder.file(NGRAM_TABLE, config.cache_dir), identity, config.cache_dir)
+    return NgramTableSource(table, settings.eos_token_ids, max_depth=min(_MAX_DEPTH, config.max_depth))

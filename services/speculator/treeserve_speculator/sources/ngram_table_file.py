@@ -2,15 +2,16 @@
 
 Contexts are not stored, only where their hash leads: its upper half chooses a bucket, its lowest 16 bits are a
 fingerprint, compared with those of the few contexts in that bucket. An unknown context is taken for a known one about
-once in ten thousand look-ups, which costs a few useless nodes. A context takes 4 bytes and each token that may follow
+once in ten thousand look-ups, which costs a few useless nodes. A context takes 5 bytes and each token that may follow
 it 3: the id, and its log-probability in sixteenths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays, write_arrays
 from treeserve_engine.made_once import content_hash
 
-FORMAT_VERSION = 1
-_KIND = "ngram table"
+_KIND = "ngram table 1"
+_FIELD = "drafter_folder"
 _CONTEXTS_PER_BUCKET = 4
+# Of a context without its tokens: fingerprint, length, and its part of a bucket's two offsets.
+BYTES_PER_CONTEXT = 3 + 8 // _CONTEXTS_PER_BUCKET
+# At most, of the index, the padding between arrays, and the last bucket.
+FILE_OVERHEAD = 2048
 _STEPS_PER_NAT = 16
 _LOG_PROBS = tuple(-step / _STEPS_PER_NAT for step in range(256))
+_PROBABILITIES = tuple(map(math.exp, _LOG_PROBS))
+_LEAST_REMAINDER = 1e-4
+# Unpacked contexts that are kept: a tree shares most of its contexts with the tree before it.
+_CACHED_CONTEXTS = 4096
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
@@ -60,6 +69,40 @@ class TableIdentity:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """How a table's probabilities q become weights, proportional to the chance that the target chooses a token.
+
+    At temperature T a token weighs q^exponent, `again` times as much if the sequence has shown it before, and
+    exp(noise T G) times as much if the target's Gumbel noise for it is G. All tokens that a context does not name,
+    whose share is r, weigh rest r^exponent exp(rest_noise T) together.
+    """
+
+    exponent: float = 1.0
+    again: float = 1.0
+    noise: float = 1.0
+    rest: float = 1.0
+    rest_noise: float = 0.0
+
+
+_NEUTRAL = Calibration()
+
+
+@dataclass(frozen=True)
+class Successors:
+    """What may follow a context.
+
+    Attributes:
+        token_ids: the most probable first.
+        weights: theirs without the sequence and the noise, see `Calibration`.
+        rest: the weight of all other tokens together, likewise.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    rest: float
+
+
+@dataclass(frozen=True)
 class TableEntries:
     """What a table holds, in any order of contexts.
 
@@ -76,13 +119,18 @@ class TableEntries:
     log_probs: npt.NDArray[np.floating[Any]]
 
 
-def table_bytes(num_contexts: int, num_tokens: int, vocab_size: int) -> int:
-    """Size of a file with that much in it, without its index of about a kilobyte."""
-    buckets = num_contexts // _CONTEXTS_PER_BUCKET + 1
-    return 8 * (buckets + 1) + 3 * num_contexts + (1 + np.min_scalar_type(vocab_size - 1).itemsize) * num_tokens
+def bytes_per_token(vocab_size: int) -> int:
+    """Room that a token after a context takes in a file."""
+    return 1 + np.min_scalar_type(vocab_size - 1).itemsize
 
 
-def write_table(path: Path, identity: TableIdentity, max_order: int, entries: TableEntries) -> None:
+def write_table(
+    path: Path,
+    identity: TableIdentity,
+    max_order: int,
+    entries: TableEntries,
+    calibration: Calibration = _NEUTRAL,
+) -> None:
     """Write a table of contexts of up to `max_order` tokens."""
     num_buckets = len(entries.context_hashes) // _CONTEXTS_PER_BUCKET + 1
     buckets = (entries.context_hashes >> np.uint64(32)) * np.uint64(num_buckets) >> np.uint64(32)
@@ -98,10 +146,10 @@ def write_table(path: Path, identity: TableIdentity, max_order: int, entries: Ta
         path,
         [
             ("kind", _KIND),
-            ("version", FORMAT_VERSION),
             ("tokenizer_hash", identity.tokenizer_hash),
             ("vocab_size", identity.vocab_size),
             ("max_order", max_order),
+            ("calibration", np.array(astuple(calibration))),
             ("first_context", first_context.astype(np.uint32)),
             ("first_token", np.append(0, ends)[first_context].astype(np.uint32)),
             ("fingerprints", entries.context_hashes[order].astype(np.uint16)),
@@ -118,6 +166,7 @@ class NgramTable:
     def __init__(self, items: Mapping[str, Any]) -> None:
         self.identity = TableIdentity(items["tokenizer_hash"], items["vocab_size"])
         self.max_order: int = items["max_order"]
+        self.calibration = Calibration(*items["calibration"].tolist())
         self._num_buckets = len(items["first_context"]) - 1
         self._first_context = memoryview(items["first_context"])
         self._first_token = memoryview(items["first_token"])
@@ -125,6 +174,8 @@ class NgramTable:
         self._lengths = memoryview(items["lengths"])
         self._token_ids = memoryview(items["token_ids"])
         self._log_probs = memoryview(items["log_probs"])
+        self._powers = [math.exp(self.calibration.exponent * log_prob) for log_prob in _LOG_PROBS]
+        self.successors = lru_cache(_CACHED_CONTEXTS)(self._successors)
 
     @classmethod
     def open(cls, path: Path, identity: TableIdentity, cache_dir: Path) -> NgramTable:
@@ -140,41 +191,36 @@ class NgramTable:
         try:
             items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
         except (DamagedFileError, OSError) as error:
-            raise InvalidArgumentError("ngram_table", f"{path} cannot be used: {error}") from error
-        if items.get("kind") != _KIND or items.get("version") != FORMAT_VERSION:
-            raise InvalidArgumentError("ngram_table", f"{path} is not an n-gram table of version {FORMAT_VERSION}")
-        table = cls(items)
-        if table.identity.tokenizer_hash != identity.tokenizer_hash:
-            raise InvalidArgumentError("ngram_table", f"{path} was made for another tokenizer than the target's")
-        if table.identity.vocab_size > identity.vocab_size:
-            raise InvalidArgumentError(
-                "ngram_table", f"{path} has {table.identity.vocab_size} token ids, the target {identity.vocab_size}"
-            )
+            raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
+        if items.get("kind") != _KIND:
+            raise InvalidArgumentError(_FIELD, f"{path} is {items.get('kind')!r}, not an n-gram table ({_KIND!r})")
+        try:
+            table = cls(items)
+        except (KeyError, TypeError) as error:
+            raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+        if table.identity != identity:
+            raise InvalidArgumentError(_FIELD, f"{path} was made for another tokenizer than the target's")
         return table
 
     def __len__(self) -> int:
         return len(self._fingerprints)
 
-    def longest(self, latest_first: Sequence[int]) -> tuple[int, list[int], list[float]] | None:
-        """What follows the longest known beginning of a context, given from its latest token backwards.
-
-        Returns:
-            How many tokens of the context were known, the ids that may follow, the most probable first, and their
-            log-probabilities, which sum to less than 1: the rest is anything else. None if nothing is known at all.
-        """
+    def _successors(self, latest_first: tuple[int, ...]) -> Successors:
+        """What follows the longest known beginning of a context, given from its latest token backwards."""
         hashes = [EMPTY_CONTEXT]
         for token_id in latest_first[: self.max_order]:
             hashes.append(longer_context(hashes[-1], token_id))
-        for known in range(len(hashes) - 1, -1, -1):
-            found = self._find(hashes[known])
+        for known in reversed(hashes):
+            found = self._find(known)
             if found is not None:
-                begin, end = found
-                steps = self._log_probs[begin:end]
-                return known, self._token_ids[begin:end].tolist(), [_LOG_PROBS[step] for step in steps]
-        return None
+                token_ids, steps = self._token_ids[found].tolist(), self._log_probs[found]
+                remainder = max(_LEAST_REMAINDER, 1.0 - sum(_PROBABILITIES[step] for step in steps))
+                rest = self.calibration.rest * remainder**self.calibration.exponent
+                return Successors(tuple(token_ids), tuple(self._powers[step] for step in steps), rest)
+        return Successors((), (), 1.0)
 
-    def _find(self, context_hash: int) -> tuple[int, int] | None:
-        """Where the tokens after a context begin and end."""
+    def _find(self, context_hash: int) -> slice | None:
+        """Where the tokens that follow a context are."""
         bucket = (context_hash >> 32) * self._num_buckets >> 32
         first, last = self._first_context[bucket], self._first_context[bucket + 1]
         fingerprints = self._fingerprints[first:last].tolist()
@@ -183,16 +229,4 @@ class NgramTable:
             return None
         context = first + fingerprints.index(fingerprint)
         begin = self._first_token[bucket] + sum(self._lengths[first:context])
-        return begin, begin + self._lengths[context]
-
-
-def rounded(log_probs: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Log-probabilities as a file keeps them."""
-    steps = np.clip(np.rint(-log_probs * _STEPS_PER_NAT), 0, len(_LOG_PROBS) - 1)
-    result: npt.NDArray[np.float64] = steps / -_STEPS_PER_NAT
-    return result
-
-
-def remainder(log_probs: Sequence[float]) -> float:
-    """Probability of everything that a list does not name."""
-    return max(0.0, 1.0 - math.fsum(map(math.exp, log_probs)))
+        return slice(begin, begin + self._lengths[context])

@@ -11,7 +11,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_speculator.config import SSM, SSMS
+from treeserve_speculator.config import NGRAM_TABLE, SSM, SSMS
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
 from treeserve_speculator.sources.isolated import IsolatedSource, Isolation
@@ -20,7 +20,7 @@ from treeserve_speculator.sources.user_function import FunctionSource
 ENTRY_POINTS = "treeserve.draft_sources"
 
 # Modules with a factory `build`; their imports (torch for the draft model) are paid only where they are configured.
-_BUILT_IN = ("ngram", "suffix", "recycling", *SSMS, "corpus")
+_BUILT_IN = ("ngram", "suffix", "recycling", NGRAM_TABLE, *SSMS, "corpus")
 
 
 def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = None) -> tuple[DraftSource, ...]:
@@ -29,8 +29,8 @@ def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = 
     A name is that of a built-in source, of an entry point in the group `treeserve.draft_sources`, or
     ``package.module:attribute``. What the latter two lead to is told apart by its required positional parameters:
 
-    - one: a factory (a class, too). It takes the `SourceSettings` and returns a `DraftSource`.
-    - two: a user function, ``f(token_ids, budget)``, which returns candidate continuations (see `UserFunction`).
+    - two: a user function, ``f(token_ids, budget)``, which returns candidate continuations (see `UserFunction`);
+    - one: a factory (a class, too), which takes the `SourceSettings` and returns a `DraftSource` or a user function.
 
     Such a source runs isolated: it can cost time, and nothing else.
 
@@ -87,12 +87,16 @@ def _loaded(name: str, entry: EntryPoint) -> Callable[..., Any]:
 def _maker(name: str, found: Callable[..., Any], settings: SourceSettings) -> Callable[[], DraftSource]:
     required = _required_parameters(name, found)
     if required == 1:
-        return lambda: cast(DraftSource, found(settings))
+        return lambda: _as_source(name, found(settings), settings)
     if required == 2:
-        return lambda: FunctionSource(name, found, settings.vocab_size)
+        return lambda: _as_source(name, found, settings)
     raise InvalidArgumentError(
         "sources", f"{name!r} takes {required} arguments: a factory takes 1 (the settings), a user function 2"
     )
+
+
+def _as_source(name: str, made: Any, settings: SourceSettings) -> DraftSource:
+    return made if hasattr(made, "propose") else FunctionSource(name, made, settings.vocab_size)
 
 
 def _required_parameters(name: str, found: Callable[..., Any]) -> int:

@@ -211,8 +211,10 @@ class SsmSource:
         self._keep_accepted(state, cached)
         depth = min(self._limits.depth, self._limits.max_position - (len(state.tokens) - cached.cut) + 1)
         missing = self._unseen(state, cached)
-        width = min(budget, self._limits.width)
-        job = _Job(state, cached, GrowthLimits(budget, depth, width, self._limits.min_probability))
+        width, least_mass = min(budget, self._limits.width), 0.0
+        if (shape := state.shapes.get(self.name)) is not None:
+            depth, width, least_mass = min(depth, shape.depth), min(width, shape.width), shape.least_mass
+        job = _Job(state, cached, GrowthLimits(budget, depth, width, self._limits.min_probability, least_mass))
         fits = depth >= 1 and max(missing) < self._limits.vocab_size
         if not fits or not self._runner.blocks.can_reserve(cached.seq_id, len(missing) + job.tree_rows):
             self._forget(cached)

@@ -477,6 +477,34 @@ class DecodeResponse(_message.Message):
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
+class FeatureShape(_message.Message):
+    """The hidden states of the target that belong to one token: its residual stream after some layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    hidden_size: _builtins.int
+    """Numbers after each of them."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """After how many layers, ascending."""
+
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        hidden_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_size", b"hidden_size", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureShape: _TypeAlias = FeatureShape  # noqa: Y015
+
+@_typing.final
 class DraftHello(_message.Message):
     """Speculator's first frame."""
 
@@ -489,6 +517,7 @@ class DraftHello(_message.Message):
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
+    WANTS_FEATURES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     speculator_id: _builtins.str
@@ -511,6 +540,10 @@ class DraftHello(_message.Message):
         sends no draws, and one that does not know TYPICAL couples its trees to the sampler's noise: fewer are accepted.
         """
 
+    @_builtins.property
+    def wants_features(self) -> Global___FeatureShape:
+        """The speculator wants the target's hidden states with each commit, of this shape; unset if it does not."""
+
     def __init__(
         self,
         *,
@@ -521,10 +554,11 @@ class DraftHello(_message.Message):
         initial_credit: _builtins.int = ...,
         wants_top_tokens: _builtins.bool = ...,
         acceptance_rules: _abc.Iterable[_common_pb2.AcceptanceRule.ValueType] | None = ...,
+        wants_features: Global___FeatureShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "wants_features", b"wants_features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "initial_credit", b"initial_credit", "model", b"model", "protocol_version", b"protocol_version", "sources", b"sources", "speculator_id", b"speculator_id", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "initial_credit", b"initial_credit", "model", b"model", "protocol_version", b"protocol_version", "sources", b"sources", "speculator_id", b"speculator_id", "wants_features", b"wants_features", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,6 +575,7 @@ class DraftWelcome(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     verifier_id: _builtins.str
@@ -551,6 +586,10 @@ class DraftWelcome(_message.Message):
     """Deepest node of a proposal; the root has depth 0."""
     initial_credit: _builtins.int
     """Frames the speculator may send before it needs more credit."""
+    @_builtins.property
+    def features(self) -> Global___FeatureShape:
+        """The hidden states this verifier can send; unset for none. It sends them if DraftHello.wants_features is the same."""
+
     def __init__(
         self,
         *,
@@ -559,10 +598,11 @@ class DraftWelcome(_message.Message):
         max_nodes: _builtins.int = ...,
         max_depth: _builtins.int = ...,
         initial_credit: _builtins.int = ...,
+        features: Global___FeatureShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_credit", b"initial_credit", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "initial_credit", b"initial_credit", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -755,6 +795,54 @@ class TopTokens(_message.Message):
 Global___TopTokens: _TypeAlias = TopTokens  # noqa: Y015
 
 @_typing.final
+class Features(_message.Message):
+    """Hidden states of consecutive committed tokens. Those of a token are what the target had computed when it chose it, and
+    so those of the position before.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    """Place of the first token in prompt and output."""
+    tokens: _builtins.int
+    """How many tokens."""
+    layers: _builtins.int
+    """Layers of each, as in DraftWelcome.features."""
+    hidden_size: _builtins.int
+    """Numbers of each layer."""
+    dtype: _builtins.str
+    """Element type of the values: "float16", little endian."""
+    values: _builtins.bytes
+    """[tokens][layers][hidden_size]."""
+    crc32: _builtins.int
+    """CRC-32 (zlib's) of the values."""
+    def __init__(
+        self,
+        *,
+        first_token: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        hidden_size: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        values: _builtins.bytes = ...,
+        crc32: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "dtype", b"dtype", "first_token", b"first_token", "hidden_size", b"hidden_size", "layers", b"layers", "tokens", b"tokens", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Features: _TypeAlias = Features  # noqa: Y015
+
+@_typing.final
 class Assignment(_message.Message):
     """A sequence the speculator drafts for from now on."""
 
@@ -767,6 +855,7 @@ class Assignment(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRESET_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
@@ -791,6 +880,10 @@ class Assignment(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParameters:
         """How the target chooses tokens: coupled drafting uses temperature and seed."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___Features]:
+        """Of the latest of these tokens, if they are wanted and computed already. Blocks follow each other."""
+
     def __init__(
         self,
         *,
@@ -801,12 +894,13 @@ class Assignment(_message.Message):
         traceparent: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         acceptance: _common_pb2.AcceptanceRule.ValueType = ...,
+        features: _abc.Iterable[Global___Features] | None = ...,
         tenant: _builtins.str = ...,
         preset: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "budget", b"budget", "handle", b"handle", "preset", b"preset", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "budget", b"budget", "features", b"features", "handle", b"handle", "preset", b"preset", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,6 +917,7 @@ class Commit(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The sequence."""
     base_committed_len: _builtins.int
@@ -839,6 +934,10 @@ class Commit(_message.Message):
         that token, before the request's own processors.
         """
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___Features]:
+        """If they are wanted: of these tokens, and of latest tokens before them that were not sent. Blocks follow each other."""
+
     def __init__(
         self,
         *,
@@ -847,10 +946,11 @@ class Commit(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         budget: _builtins.int = ...,
         top_tokens: _abc.Iterable[Global___TopTokens] | None = ...,
+        features: _abc.Iterable[Global___Features] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_committed_len", b"base_committed_len", "budget", b"budget", "handle", b"handle", "token_ids", b"token_ids", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_committed_len", b"base_committed_len", "budget", b"budget", "features", b"features", "handle", b"handle", "token_ids", b"token_ids", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

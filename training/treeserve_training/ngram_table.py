@@ -1,0 +1,333 @@
+"""Builds n-gram tables: what the target holds probable after a few tokens, from its own recorded outputs.
+
+For every context of up to `max_order` tokens the target's distributions there are averaged, and mixed with the mixture
+for the context without its farthest token: N observations weigh as much as N / (N + concentration). What is stored of a
+context is the mixture's most probable tokens, so that one look-up of the longest known context answers. Contexts
+compete for the room in the file by the information they add per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_speculator.sources.ngram_table_file import (
+    BYTES_PER_CONTEXT,
+    EMPTY_CONTEXT,
+    FILE_OVERHEAD,
+    NgramTable,
+    TableEntries,
+    TableIdentity,
+    UInt64Array,
+    bytes_per_token,
+    longer_contexts,
+    write_table,
+)
+from treeserve_training.ngram_calibration import calibrate
+from treeserve_training.records import Sample, read_about, read_samples
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+# Less than this of a distribution is left out: it would double the work, and no tree has room for it.
+_LEAST_PROBABILITY = 0.002
+_GROUPS_AT_ONCE = 250_000
+
+
+@dataclass(frozen=True)
+class NgramTableOptions:
+    """How a table is made.
+
+    Attributes:
+        max_bytes: of the file.
+        max_order: tokens of the longest contexts.
+        concentration: observations that a context needs to weigh as much as the shorter one.
+        max_successors: most tokens stored of one context.
+        least_probability: of a stored token.
+        least_uses: expected observations of a stored token; rare contexts get short lists.
+        discount: taken off each context's number of observations when it is asked how useful it will be.
+    """
+
+    max_bytes: int = 8_000_000
+    max_order: int = 4
+    concentration: float = 3.0
+    max_successors: int = 16
+    least_probability: float = 0.005
+    least_uses: float = 0.02
+    discount: float = 0.5
+
+
+@dataclass(frozen=True)
+class NgramTableReport:
+    """What became of a build: recorded output tokens, contexts seen and kept, tokens stored, size of the file."""
+
+    observations: int
+    contexts_seen: int
+    contexts: int
+    successors: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class _Observations:
+    """All recorded positions, one after the other.
+
+    Attributes:
+        token_ids: uint64[tokens], all samples' prompts and outputs.
+        at: int64[n], index in `token_ids` of each output token.
+        known: int64[n], tokens of its own sample before it.
+        top_ids: int64[n, 8].
+        top_probabilities: float32[n, 8].
+    """
+
+    token_ids: UInt64Array
+    at: IntArray
+    known: IntArray
+    top_ids: IntArray
+    top_probabilities: FloatArray
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> _Observations:
+        """Those of some samples.
+
+        Raises:
+            InvalidArgumentError: if there is none.
+        """
+        tokens, at, known, ids, log_probs = [], [], [], [], []
+        total = 0
+        for sample in samples:
+            prompt_len, output_len = len(sample.prompt_ids), len(sample.output_ids)
+            tokens.append(np.array(sample.prompt_ids + sample.output_ids, np.uint64))
+            known.append(np.arange(prompt_len, prompt_len + output_len))
+            at.append(total + known[-1])
+            ids.append(sample.top_ids)
+            log_probs.append(sample.top_log_probs)
+            total += prompt_len + output_len
+        if not tokens:
+            raise InvalidArgumentError("data", "there is nothing in it to train with")
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(at),
+            np.concatenate(known),
+            np.concatenate(ids).astype(np.int64),
+            np.exp(np.concatenate(log_probs).astype(np.float32)),
+        )
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Tokens with probabilities for each of a number of groups: int64[groups] ends, then flat arrays."""
+
+    ends: IntArray
+    token_ids: IntArray
+    probabilities: FloatArray
+
+    @property
+    def lengths(self) -> IntArray:
+        return np.diff(self.ends, prepend=0)
+
+    def of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """For each of `groups`, in order: its place among them and where its entries are, both int64[entries]."""
+        lengths = self.lengths[groups]
+        ends = np.cumsum(lengths)
+        place = np.repeat(np.arange(len(groups)), lengths)
+        return place, np.arange(len(place)) + np.repeat(self.ends[groups] - ends, lengths)
+
+    def subset(self, kept: npt.NDArray[np.bool_]) -> _Lists:
+        """Without some entries."""
+        before = np.append(0, np.cumsum(kept))
+        return _Lists(before[self.ends], self.token_ids[kept], self.probabilities[kept])
+
+
+@dataclass(frozen=True)
+class _Level:
+    """All contexts of one order.
+
+    Attributes:
+        hashes: uint64[contexts], ascending.
+        counts: int64[contexts], observations of each.
+        lists: what follows, the most probable first.
+        divergence: float64[contexts], nats that the list tells beyond the shorter context's.
+    """
+
+    hashes: UInt64Array
+    counts: IntArray
+    lists: _Lists
+    divergence: npt.NDArray[np.float64]
+
+
+def build_ngram_table(
+    data: Path,
+    out: Path,
+    options: NgramTableOptions | None = None,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> NgramTableReport:
+    """Make a table of a data folder's training split and calibrate it on the validation split.
+
+    Args:
+        out: the file to write; it appears when it is complete.
+        progress: told what happens, one line at a time.
+
+    Raises:
+        InvalidArgumentError: if the folder holds no data.
+    """
+    options = options or NgramTableOptions()
+    about = read_about(data)
+    identity = TableIdentity(str(about["tokenizer"]), int(about["vocab_size"]))
+    observations = _Observations.of(read_samples(data, split="train"))
+    progress(f"{len(observations.at)} recorded tokens")
+    candidates = [_shortened(level, options) for level in _levels(observations, identity.vocab_size, options, progress)]
+    entries = _selected(candidates, identity.vocab_size, options.max_bytes)
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(unfinished, identity, options.max_order, entries)
+    calibration = calibrate(NgramTable.open(unfinished, identity, out.parent), read_samples(data, split="validation"))
+    progress(f"{calibration}")
+    write_table(unfinished, identity, options.max_order, entries, calibration)
+    unfinished.replace(out)
+    return NgramTableReport(
+        observations=len(observations.at),
+        contexts_seen=sum(len(level.hashes) for level in candidates),
+        contexts=len(entries.context_hashes),
+        successors=len(entries.token_ids),
+        file_bytes=out.stat().st_size,
+    )
+
+
+def _levels(
+    observations: _Observations, vocab_size: int, options: NgramTableOptions, progress: Callable[[str], None]
+) -> Iterator[_Level]:
+    """The contexts of each order, from that of no tokens on."""
+    hashes = np.full(len(observations.at), EMPTY_CONTEXT, np.uint64)
+    shorter: _Level | None = None
+    for order in range(options.max_order + 1):
+        shorter_hashes = hashes
+        if order:
+            hashes = longer_contexts(hashes, observations.token_ids[np.maximum(observations.at - order, 0)])
+        whole = np.flatnonzero(observations.known >= order)
+        unique, first, group, counts = np.unique(
+            hashes[whole], return_index=True, return_inverse=True, return_counts=True
+        )
+        average = _average(observations, whole, group, counts, vocab_size)
+        if shorter is None:
+            lists, divergence = _longest(average, options.max_successors), np.full(1, np.inf)
+        else:
+            parents = np.searchsorted(shorter.hashes, shorter_hashes[whole[first]])
+            lists, divergence = _mixed(average, counts, shorter.lists, parents, vocab_size, options)
+        shorter = _Level(unique, counts, lists, divergence)
+        progress(f"{len(unique)} contexts of {order} tokens")
+        yield shorter
+
+
+def _average(observations: _Observations, rows: IntArray, group: IntArray, counts: IntArray, vocab_size: int) -> _Lists:
+    """The mean distribution of each group of observations, its tokens ascending."""
+    probabilities = observations.top_probabilities[rows]
+    counted = probabilities >= _LEAST_PROBABILITY
+    keys = (group[:, None] * vocab_size + observations.top_ids[rows])[counted]
+    keys, sums = _summed(keys, probabilities[counted])
+    groups = keys // vocab_size
+    ends = np.searchsorted(groups, np.arange(len(counts)), side="right")
+    return _Lists(ends, keys % vocab_size, (sums / counts[groups]).astype(np.float32))
+
+
+def _mixed(
+    average: _Lists,
+    counts: IntArray,
+    shorter: _Lists,
+    parents: IntArray,
+    vocab_size: int,
+    options: NgramTableOptions,
+) -> tuple[_Lists, npt.NDArray[np.float64]]:
+    """Each context's own average mixed with its parent's list, and how much the two differ; some groups at a time."""
+    parts, divergences = [], []
+    own_share = (counts / (counts + options.concentration)).astype(np.float32)
+    for start in range(0, len(counts), _GROUPS_AT_ONCE):
+        groups = np.arange(start, min(start + _GROUPS_AT_ONCE, len(counts)))
+        own_place, own_at = average.of(groups)
+        parent_place, parent_at = shorter.of(parents[groups])
+        own_keys = own_place * vocab_size + average.token_ids[own_at]
+        parent_keys = parent_place * vocab_size + shorter.token_ids[parent_at]
+        own = average.probabilities[own_at] * own_share[groups][own_place]
+        inherited = shorter.probabilities[parent_at] * (1 - own_share[groups])[parent_place]
+        keys, sums = _summed(np.concatenate([own_keys, parent_keys]), np.concatenate([own, inherited]))
+        ends = np.searchsorted(keys // vocab_size, np.arange(len(groups)), side="right")
+        lists = _longest(_Lists(ends, keys % vocab_size, sums), options.max_successors)
+        before = _looked_up(lists, vocab_size, parent_keys, shorter.probabilities[parent_at])
+        told = lists.probabilities * np.log(lists.probabilities / before)
+        divergences.append(np.bincount(lists.of(np.arange(len(groups)))[0], told, len(groups)))
+        parts.append(lists)
+    offsets = np.cumsum([0, *(len(part.token_ids) for part in parts[:-1])])
+    joined = _Lists(
+        np.concatenate([part.ends + offset for part, offset in zip(parts, offsets, strict=True)]),
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.probabilities for part in parts]),
+    )
+    return joined, np.concatenate(divergences)
+
+
+def _summed(keys: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
+    """The different keys, ascending, and the sum of each one's values."""
+    order = np.argsort(keys)
+    keys = keys[order]
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+    return keys[starts], np.add.reduceat(values[order], starts)
+
+
+def _longest(lists: _Lists, count: int) -> _Lists:
+    """The `count` most probable of each list, the most probable first."""
+    group, _ = lists.of(np.arange(len(lists.ends)))
+    order = np.lexsort((-lists.probabilities, group))
+    ranked = _Lists(lists.ends, lists.token_ids[order], lists.probabilities[order])
+    return ranked.subset(_ranks(ranked) < count)
+
+
+def _ranks(lists: _Lists) -> IntArray:
+    """Each entry's place in its list: int64[entries]."""
+    begins = lists.ends - lists.lengths
+    return np.arange(len(lists.token_ids)) - np.repeat(begins, lists.lengths)
+
+
+def _looked_up(lists: _Lists, vocab_size: int, keys: IntArray, values: FloatArray) -> FloatArray:
+    """For each entry the value of its group and token; half the least counted probability where there is none."""
+    group, _ = lists.of(np.arange(len(lists.ends)))
+    wanted = group * vocab_size + lists.token_ids
+    order = np.argsort(keys)
+    keys, values = keys[order], values[order]
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], np.float32(_LEAST_PROBABILITY / 2))
+
+
+def _shortened(level: _Level, options: NgramTableOptions) -> _Level:
+    """Without the tokens that are too improbable or would hardly ever be used; each context keeps its first."""
+    uses = np.repeat(np.maximum(level.counts - options.discount, options.discount / 2), level.lists.lengths)
+    least = np.maximum(options.least_probability, options.least_uses / uses)
+    kept = (level.lists.probabilities >= least) | (_ranks(level.lists) == 0)
+    useful = (level.counts - options.discount) * level.divergence
+    return _Level(level.hashes, level.counts, level.lists.subset(kept), useful)
+
+
+def _selected(levels: list[_Level], vocab_size: int, max_bytes: int) -> TableEntries:
+    """The contexts that tell most per byte, as many as fit."""
+    hashes = np.concatenate([level.hashes for level in levels])
+    lengths = np.concatenate([level.lists.lengths for level in levels])
+    size = BYTES_PER_CONTEXT + bytes_per_token(vocab_size) * lengths
+    order = np.argsort(-np.concatenate([level.divergence for level in levels]) / size)
+    kept = np.sort(order[: np.searchsorted(np.cumsum(size[order]), max_bytes - FILE_OVERHEAD, side="right")])
+    everything = _Lists(
+        np.cumsum(lengths),
+        np.concatenate([level.lists.token_ids for level in levels]),
+        np.concatenate([level.lists.probabilities for level in levels]),
+    )
+    _, at = everything.of(kept)
+    return TableEntries(
+        hashes[kept],
+        np.cumsum(lengths[kept]),
+        everything.token_ids[at],
+        np.log(np.minimum(everything.probabilities[at], 1.0)),
+    )
