@@ -13,7 +13,8 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_speculator.config import SSMS
 from treeserve_speculator.drafter import Drafter
 
-SINGLE = ("ngram", "suffix", "recycling", "ngram_table", "ssm", "head", "corpus")
+SINGLE = ("ngram", "suffix", "recycling", "ngram_table", "ssm", "head")
+CORPUS = "corpus"  # alone only: which text an operator has says little of how others would fare
 MERGED = "merged"
 OUT_OF_THE_BOX = "out_of_the_box"
 WIDTHS = tuple(f"ssm{width}" for width in range(1, len(SSMS) + 1))
@@ -31,6 +32,10 @@ class Configuration:
     sources: tuple[str, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    def is_like(self, other: Configuration) -> bool:
+        """Whether the other one differs in name at most."""
+        return (self.sources, self.fields) == (other.sources, other.fields)
+
     def drafter(self, model_folder: Path) -> Drafter:
         """A drafter that has learnt nothing yet. Raises InvalidArgumentError if it cannot be built."""
         return fresh_drafter(model_folder, self.sources, **self.fields)
@@ -45,7 +50,11 @@ class Found:
 
 
 def find_configurations(
-    model_folder: Path, common: Mapping[str, Any], ssms: Mapping[str, Any], also: Mapping[str, Mapping[str, Any]]
+    model_folder: Path,
+    common: Mapping[str, Any],
+    ssms: Mapping[str, Any],
+    also: Mapping[str, Mapping[str, Any]],
+    corpus: Path | None = None,
 ) -> Found:
     """Try to build everything.
 
@@ -53,6 +62,7 @@ def find_configurations(
         common: fields of `SpeculatorConfig` for all.
         ssms: fields besides those for `ssm1` to `ssm5`, whose draft models need not be the shipped ones.
         also: more draft models alone, by name: fields besides the common ones.
+        corpus: file of `treeserve corpus build`; None for none.
     """
     found: list[Configuration] = []
     skipped: dict[str, str] = {}
@@ -70,7 +80,7 @@ def find_configurations(
 
     alone = try_all(Configuration(name, (name,), common) for name in SINGLE)
     merged = Configuration(MERGED, tuple(name for c in alone for name in c.sources), common)
-    try_all([merged])
+    try_all([merged, Configuration(CORPUS, (CORPUS,), {**common, "corpus": corpus})])
     default = ClusterConfig().sources
     if set(default) != set(merged.sources):
         try_all([Configuration(OUT_OF_THE_BOX, default, common)])

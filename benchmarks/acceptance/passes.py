@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.acceptance.configurations import Configuration
 from benchmarks.acceptance.costs import CostTable
 from benchmarks.acceptance.record import PlainOutput
-from benchmarks.acceptance.replay import SourceClock, replay
+from benchmarks.acceptance.replay import Recording, SourceClock, replay
 from benchmarks.acceptance.tally import Tally
+from treeserve_core.features import FeatureRows
 from treeserve_speculator.sequence import UNPRICED
 
 GREEDY, SAMPLED, UNCOUPLED = "greedy", "sampled", "uncoupled"
@@ -61,21 +62,31 @@ class Passes:
     Args:
         outputs: by mode, tasks in turn.
         report: told in one line what came out.
+        features: the target's hidden states along an output, for drafters that want them.
     """
 
     def __init__(
-        self, target: Target, outputs: Mapping[str, Sequence[PlainOutput]], report: Callable[[str], None]
+        self,
+        target: Target,
+        outputs: Mapping[str, Sequence[PlainOutput]],
+        report: Callable[[str], None],
+        features: Callable[[Recording], FeatureRows] | None = None,
     ) -> None:
         self._target = target
         self._outputs = outputs
         self._report = report
+        self._features = features
 
     def run(self, configurations: Sequence[Configuration], budgets: Sequence[int]) -> Iterator[Pass]:
-        """All modes, configurations and budgets."""
+        """All modes, configurations and budgets; of configurations that are the same, one is run for all."""
         for mode in MODES:
-            for configuration in configurations:
-                for nodes in budgets:
-                    yield self.one(mode, configuration, nodes)
+            for nodes in budgets:
+                done: list[tuple[Configuration, Pass]] = []
+                for configuration in configurations:
+                    same = next((p for c, p in done if c.is_like(configuration)), None)
+                    result = self.one(mode, configuration, nodes) if same is None else same
+                    done.append((configuration, result))
+                    yield replace(result, configuration=configuration.name)
 
     def one(self, mode: str, configuration: Configuration, nodes: int, table: CostTable | None = None) -> Pass:
         """One replay; with a cost table only nodes that pay by it are verified, and the drafter knows its prices."""
@@ -87,6 +98,7 @@ class Passes:
             coupled=mode != UNCOUPLED,
             eos_token_ids=self._target.eos_token_ids,
             prices=table.prices if table is not None else UNPRICED,
+            features=self._features if drafter.feature_shape is not None else None,
             choose=table.paying if table is not None else None,
             source_clock=SourceClock(drafter.sources),
         )

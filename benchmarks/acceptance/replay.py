@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.acceptance.tally import Tally
+from treeserve_core.features import FeatureRows
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.drafter import Drafter, TreeLimits
@@ -113,6 +114,7 @@ def replay(
     max_depth: int = MAX_DEPTH,
     eos_token_ids: Iterable[int] = (),
     prices: DraftPrices = UNPRICED,
+    features: Callable[[Recording], FeatureRows] | None = None,
     choose: Callable[[TokenTree], TokenTree] | None = None,
     watch: Callable[[Step], None] | None = None,
     source_clock: SourceClock | None = None,
@@ -128,6 +130,8 @@ def replay(
             sampled text what it would draft for greedy text.
         eos_token_ids: by these an output ended by itself; others were cut, and no tree reaches beyond the cut.
         prices: as the verifier tells them; without them the drafter asks every source and leaves out no node.
+        features: the target's hidden states from some token of a prompt to the last of its output, if the drafter wants
+            them.
         choose: which part of those `nodes` best nodes is verified; without it all.
         watch: told of each step.
         source_clock: of the drafter's sources, for the times by source.
@@ -150,6 +154,8 @@ def replay(
             tenant=_TENANT,
         )
         run = _Run(drafter, recording, sequence, recording.output_ids[-1] not in ends, clock_s)
+        if features is not None:
+            run.features = features(recording)
         tally = tallies[recording.kind]
         before = dict(source_clock.seconds) if source_clock is not None else {}
         drafter.open(sequence)
@@ -201,6 +207,7 @@ class _Run:
         self._output = recording.output_ids
         self._top: list[list[int]] = np.asarray(recording.top_ids).tolist() if drafter.wants_top_tokens else []
         self._done = 0
+        self.features: FeatureRows | None = None
         self.draft_s = 0.0
 
     @property
@@ -229,12 +236,25 @@ class _Run:
 
     def commit(self, count: int) -> None:
         """Tell the drafter of the next tokens."""
-        end = self._done + count
-        tokens, top = self._output[self._done : end], tuple(map(tuple, self._top[self._done : end]))
+        begin, end, known = self._done, self._done + count, len(self._sequence.tokens)
         committed = CommittedTokens(
-            self._sequence.handle, len(self._sequence.tokens), tokens, self._sequence.budget, top
+            self._sequence.handle,
+            known,
+            self._output[begin:end],
+            self._sequence.budget,
+            tuple(map(tuple, self._top[begin:end])),
+            self._features_until(known + count),
         )
         began = self._clock_s()
         self._drafter.commit(self._sequence, committed)
         self.draft_s += self._clock_s() - began
         self._done = end
+
+    def _features_until(self, place: int) -> tuple[FeatureRows, ...]:
+        """Those that were not told yet: at first the prompt's, too."""
+        rows = self.features
+        if rows is None:
+            return ()
+        told = place - rows.first
+        self.features = FeatureRows(place, rows.values[told:])
+        return (FeatureRows(rows.first, rows.values[:told]),)

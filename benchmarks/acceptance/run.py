@@ -23,6 +23,7 @@ from rich.console import Console
 from benchmarks.acceptance import live, report, tables
 from benchmarks.acceptance.configurations import MERGED, Found, find_configurations
 from benchmarks.acceptance.costs import FLAT_GPU, CostTable
+from benchmarks.acceptance.features import RecordedFeatures
 from benchmarks.acceptance.passes import (
     GREEDY,
     LOOPING,
@@ -44,6 +45,7 @@ from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_training.loops import loop_start
+from treeserve_training.target_features import TargetFeatures
 from treeserve_verifier.config import default_threads
 
 RESULTS = ROOT / "benchmarks" / "results" / "acceptance.json"
@@ -61,6 +63,7 @@ class Options:
         drafters: folder of trained drafters for all configurations; None for none.
         ssms: folder of the draft models of `ssm1` to `ssm5`; None for the same.
         also: folders of more draft models, by the name of their configuration.
+        corpus: for the corpus source; None to leave it out.
         only: configurations to run; empty for all.
     """
 
@@ -73,6 +76,7 @@ class Options:
     drafters: Path | None
     ssms: Path | None
     also: Mapping[str, Path]
+    corpus: Path | None
     only: frozenset[str]
     live_rounds: int
     live_per_task: int
@@ -106,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = (CostTable.measure(ModelRunner(load(), 32, 16), clock_s), CostTable.read(FLAT_GPU))
     found = configurations(folder, cache, options)
     target = Target(folder, tokenizer.eos_token_ids)
-    passes = Passes(target, outputs, lambda line: console.print(line, highlight=False))
+    longest = max(len(o.prompt_ids) + len(o.output_ids) for ours in outputs.values() for o in ours)
+    features = RecordedFeatures(lambda: TargetFeatures(folder, cache, threads=options.threads, max_tokens=longest))
+    passes = Passes(target, outputs, lambda line: console.print(line, highlight=False), features)
     run = list(passes.run(found.configurations, options.nodes))
     for configuration in found.configurations:
         if configuration.name == MERGED:
@@ -177,6 +183,7 @@ def configurations(folder: Path, cache: Path, options: Options) -> Found:
         {"cache_dir": cache, **drafting(options.drafters)},
         drafting(options.ssms),
         {name: drafting(path) for name, path in options.also.items()},
+        options.corpus,
     )
     if not options.only:
         return found
@@ -197,6 +204,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--drafters", type=Path, default=DRAFTERS, help="folder of trained drafters")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
     add("--also", action="append", default=[], metavar="NAME=FOLDER", help="one more draft model, alone")
+    add("--corpus", type=Path, help="file of `treeserve corpus build`, for the corpus source alone")
     add("--only", default="", help="configurations to run, comma-separated")
     add("--live", action="store_true", help="also measure a local cluster end to end, with speculation and without")
     add("--live-rounds", type=int, default=3, help="rounds of that, each with a fresh cluster (3)")
@@ -224,6 +232,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         drafters=args.drafters if args.drafters != DRAFTERS or DRAFTERS.exists() else None,
         ssms=args.ssms,
         also={name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)},
+        corpus=args.corpus,
         only=frozenset(filter(None, args.only.split(","))),
         live_rounds=args.live_rounds if args.live else 0,
         live_per_task=args.live_per_task,

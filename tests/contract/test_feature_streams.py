@@ -20,6 +20,7 @@ from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
 from treeserve_speculator.messages import committed_from_proto, sequence_from_proto
 from treeserve_verifier.draft_stream import DraftStream
+from treeserve_verifier.planner import Prices
 from treeserve_verifier.speculator import CommitNotice
 from treeserve_wire import codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
@@ -91,7 +92,7 @@ async def next_updates(stream: DraftStream) -> list[verifier_pb2.DraftUpdate]:
 
 async def test_frames_stay_small_and_gathered_features_are_the_latest():
     wide = FeatureShape((1,), 2**16)  # 128 KiB a token
-    stream = DraftStream(credit=0)
+    stream = DraftStream(credit=0, prices=lambda: Prices(token_s=0.004, row=0.1))
     for handle in range(1, 9):
         for base in range(10, 16):  # while credit is out
             stream.commit(CommitNotice(handle, base, (base,), 4))
@@ -132,7 +133,7 @@ def wanted(running: RunningVerifier) -> FeatureShape:
 
 async def test_a_speculator_gets_those_of_every_token_and_of_the_end_of_the_prompt(tiny_model, tmp_path):
     async with (
-        running_verifier(tiny_model, tmp_path, prefill_rows=24, step_rows=24) as running,
+        running_verifier(tiny_model, tmp_path, prefill_rows=24, max_sequences=8, step_rows=24) as running,
         RouterPeer(running.address) as router,
     ):
         shape = wanted(running)

@@ -51,7 +51,8 @@ def _running(
         run_dir=tmp_path_factory.mktemp("run"),
         dtype=dtype,
         sources=("ngram", "suffix", "recycling", "support.shaped_drafts:build"),
-        settings=("verifier.draft_always=true",),  # whatever the machine's speed, trees are verified
+        # Whatever the machine's speed, trees are waited for and verified.
+        settings=("verifier.draft_always=true", "speculator.source_budget_ms=2000"),
         grpc_port=0,
         http_port=0,
     )

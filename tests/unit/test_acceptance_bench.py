@@ -228,11 +228,12 @@ def test_tables_show_every_pass(tiny_model: Path, tmp_path: Path) -> None:
     outputs = {GREEDY: in_turns(greedy), SAMPLED: in_turns(sampled), UNCOUPLED: in_turns(sampled)}
     both = [
         Configuration("ngram", ("ngram",)),
+        Configuration("the same", ("ngram",)),
         Configuration(MERGED, ("ngram", "ssm"), {"ssm_folder": tiny_model, **SSM_FIELDS}),
     ]
     lines: list[str] = []
     replays = Passes(Target(tiny_model, target.eos), outputs, lines.append)
-    done = [*replays.run(both, (4,)), replays.one(GREEDY, both[1], 4, STEEP)]
+    done = [*replays.run(both, (4,)), replays.one(GREEDY, both[2], 4, STEEP)]
     costs = [STEEP]
     result = {
         "costs": [{"name": STEEP.name}],
@@ -251,7 +252,8 @@ def test_tables_show_every_pass(tiny_model: Path, tmp_path: Path) -> None:
     tables.show(result, console)
     shown = console.export_text()
     assert all(text in shown for text in ("greedy: tokens a step", "SpecInfer", "it has no [file]", "that pay"))
-    assert len(lines) == len(done)
+    assert lengths[GREEDY]["the same"] == lengths[GREEDY]["ngram"]
+    assert len(lines) == len(done) - len(MODES), "what is the same is run once"
 
 
 def test_the_command_line() -> None:

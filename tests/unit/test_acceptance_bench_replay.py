@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 from support.recorded_target import MAX_TOKENS, SSM_FIELDS, RecordedTarget
 from support.sequences import make_config
 
 from benchmarks.acceptance.drafters import fresh_drafter
+from benchmarks.acceptance.features import RecordedFeatures
 from benchmarks.acceptance.record import PlainOutput
 from benchmarks.acceptance.replay import SourceClock, Step, replay
 from benchmarks.acceptance.tally import Tally
+from treeserve_core.features import FeatureShape
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_core.tree import TokenTree
@@ -21,6 +25,7 @@ from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.runner import ModelRunner
 from treeserve_speculator.drafter import Drafter, TreeLimits
+from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.planner import Candidate, StepPlanner
@@ -152,3 +157,51 @@ def test_the_drafter_keeps_what_it_learnt_between_recordings(
     replay(drafter_of(target, "suffix"), again, NODES, watch=steps.append)
     first = next(i for i, step in enumerate(steps) if i > 0 and step.tree.token_ids[0] == recordings[0].output_ids[0])
     assert len(steps) - first < first, "the second time it knows the answer"
+
+
+class FeatureReader:
+    """A source that notes which features it was sent by the time it is asked."""
+
+    name = "reader"
+    wants_top_tokens = False
+    feature_shape = FeatureShape((1,), 1)
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[float]]] = []
+
+    def open(self, state: DraftSequence) -> None:
+        pass
+
+    def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
+        assert len(top_tokens) == 0
+
+    def propose(self, state: DraftSequence, budget: int) -> TokenTree:
+        assert state.features is not None
+        rows = state.features.since(0)
+        assert rows is not None
+        self.seen.append((rows.first, rows.values[:, 0, 0].tolist()))
+        return TokenTree.chain([state.tokens[-1], 12, 13], [0.0, -0.1, -0.1])
+
+    def close(self, state: DraftSequence) -> None:
+        pass
+
+
+class Places:
+    """A target whose hidden state after a token is the token."""
+
+    shape = FeatureShape((1,), 1)
+
+    def along(self, token_ids: Sequence[int], first: int) -> np.ndarray:
+        return np.array(token_ids[first:], np.float16).reshape(-1, 1, 1)
+
+
+def test_features_come_with_the_tokens_that_they_led_to() -> None:
+    recording = PlainOutput((1, 2, 3), (11, 12, 13, 14, 12, 15), "chat", 0.0, 0, np.zeros((6, 8), np.uint32))
+    reader = FeatureReader()
+    metrics = SpeculatorMetrics(CollectorRegistry())
+    drafter = Drafter([reader], vocab_size=20, eos_token_ids=frozenset(), limits=TreeLimits(8, 8), metrics=metrics)
+    features = RecordedFeatures(lambda: Places())  # type: ignore[arg-type, return-value]
+    tallies = replay(drafter, [recording], NODES, features=features)
+    assert (tallies["chat"].steps, tallies["chat"].accepted) == (2, 3)
+    # The first token of the prompt has no row; the last row is what led to the root.
+    assert reader.seen == [(1, [1.0, 2.0, 3.0]), (1, [1.0, 2.0, 3.0, 11.0, 12.0, 13.0])]

@@ -195,7 +195,6 @@ class TestTemperature:
         for seed in range(50):
             sampling = SamplingParams(temperature=0.7, seed=seed)
             tree = propose(table, [1, 5], 3, sampling, max_depth=1)
-            # the table knows powers of q: what the target does at temperature 1 with noise as large as 1 / 0.7
             drawn = ids[np.argmax(np.log(list(q.values())) / 0.7 + gumbel(seed, 2, ids))]
             assert tree is not None and tree.token_ids[1] == drawn
 
@@ -249,8 +248,9 @@ class TestTemperature:
 
 class TestConfigured:
     def settings(self, folder: Path | None, tokenizer_hash: str = "tokenizer") -> SourceSettings:
+        cache_dir = Path("unused") if folder is None else folder
         config = SpeculatorConfig(
-            Path("unused"), "tiny", sources=("ngram_table",), drafter_folder=folder, cache_dir=Path("unused")
+            Path("unused"), "tiny", sources=("ngram_table",), drafter_folder=folder, cache_dir=cache_dir
         )
         return SourceSettings(config, VOCAB, tokenizer_hash, frozenset({EOS}))
 

@@ -30,9 +30,7 @@ def _substrings(sequences: list[list[int]], depth: int) -> Counter[tuple[int, ..
     )
 
 
-def _opened(
-    source: SuffixSource, tokens: list[int], prompt_len: int | None = None, tenant: str = "a"
-) -> DraftSequence:
+def _opened(source: SuffixSource, tokens: list[int], prompt_len: int | None = None, tenant: str = "a") -> DraftSequence:
     length = len(tokens) if prompt_len is None else prompt_len
     state = DraftSequence(1, list(tokens), length, SamplingParams(), 8, tenant=tenant)
     source.open(state)

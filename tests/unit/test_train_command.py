@@ -63,21 +63,23 @@ def _quiet() -> Console:
 
 
 def test_it_leaves_a_drafter_and_a_report(tiny_model: Path, data: Path, cache: Path, tmp_path: Path) -> None:
-    config = _config(tiny_model, data, cache, tmp_path)
+    config = _config(tiny_model, data, cache, tmp_path, build=("ssm", "ngram_table"))
     assert training.train(config, _quiet())
     held = DrafterFolder.read(config.out_folder)
+    assert set(held.sources) == {"ssm", "ngram_table"}
     recipe = held.sources["ssm"].recipe
     assert held.licence == "Apache-2.0" and held.target.name == "tiny"
     assert recipe["trained_on"]["sequences"] == 64 and recipe["data"]["tokens"] == 120 * 20 and recipe["layers"] == 1
     report = json.loads((config.work_folder / "report.json").read_text())
     assert {"greedy", "sampled"} >= set(report["acceptance"]["ssm"]["8"]) != set()
+    assert set(report["acceptance"]) == {"ssm", "ngram_table", "all"}
     assert report["agreement"]["ssm"]["rows"] > 0 and len(report["curves"]["ssm"]) >= 1
     assert (config.work_folder / "report.png").stat().st_size > 10_000
 
     # Tuned further, on other data: the same command, from the drafter that is there.
     further = _config(tiny_model, data, cache, tmp_path, start=config.out_folder, work_dir=tmp_path / "b", sequences=8)
     assert training.train(further, _quiet())
-    assert DrafterFolder.read(config.out_folder).sources["ssm"].recipe["initialised_from"] == str(config.out_folder)
+    assert DrafterFolder.read(config.out_folder).sources["ssm"].recipe["initialised_from"] == "drafters/drafters"
 
 
 def test_a_stopped_run_leaves_no_drafter_and_is_gone_on_with(

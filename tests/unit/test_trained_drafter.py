@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_engine.config import load_config
+from treeserve_engine.packed_weights import convert
 from treeserve_kernels.cpu import library
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.drafter_files import MANIFEST, DrafterFolder, DrafterTarget, open_for_writing
@@ -255,3 +258,27 @@ def test_a_folder_keeps_its_other_sources_and_its_target(drafters: Path, tmp_pat
     assert held.file("two", tmp_path).read_text() == "two" and held.sources["two"].recipe == {"by": "two"}
     with pytest.raises(InvalidArgumentError, match="trained for a"):
         open_for_writing(folder, replace(target, tokenizer_hash="other"), "MIT")
+
+
+_SPECULATOR = """
+import json, sys
+from pathlib import Path
+from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.main import build_drafter, read_identity
+from treeserve_speculator.metrics import SpeculatorMetrics
+folder, drafters, cache = map(Path, sys.argv[1:])
+config = SpeculatorConfig(folder, "tiny", sources=("ssm",), drafter_folder=drafters, cache_dir=cache, ssm_kv_tokens=64)
+drafter = build_drafter(config, read_identity(config.model_folder, "tiny"), SpeculatorMetrics())
+assert drafter.source_names == ("ssm",)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.skipif(not library.is_built(), reason="the native library is not built")
+def test_it_is_loaded_without_torch(tiny_model: Path, drafters: Path, cache: Path) -> None:
+    convert(tiny_model, cache, lambda _line: None)  # what a verifier has done, or a process of its own does
+    command = [sys.executable, "-c", _SPECULATOR, str(tiny_model), str(drafters), str(cache)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "treeserve_engine.native_model" in modules and modules.isdisjoint({"torch", "transformers", "safetensors"})

@@ -79,9 +79,9 @@ def index_tokens(
     ranks = tokens.astype(np.int64)
     length = 1
     while length < depth:
-        earlier = np.zeros_like(ranks)
-        earlier[length:] = ranks[:-length] + 1
-        ranks = _ranked(ranks * (int(earlier.max()) + 1) + earlier)
+        keys = ranks * (int(ranks.max()) + 2)
+        keys[length:] += ranks[:-length] + 1
+        ranks = _ranked(keys)
         length *= 2
     separator = vocab_size
     positions = 1 + np.flatnonzero((tokens[1:] != separator) & (tokens[:-1] != separator))

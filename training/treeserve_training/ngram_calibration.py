@@ -92,17 +92,28 @@ def _padded(
 
 def _most_likely(features: FloatArray, real: npt.NDArray[np.bool_], chosen: npt.NDArray[np.int64]) -> FloatArray:
     """Newton's method from, and with a weak pull towards, the usual coefficients."""
-    coefficients = _USUAL.copy()
     observed = features[np.arange(len(chosen)), chosen].sum(0)
-    for _ in range(_STEPS):
+
+    def weigh(coefficients: FloatArray) -> tuple[float, FloatArray]:
+        """The penalised log-likelihood, and each candidate's probability."""
         scores = np.where(real, features @ coefficients, -np.inf)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        weights /= weights.sum(1, keepdims=True)
+        highest = scores.max(1, keepdims=True)
+        weights = np.exp(scores - highest)
+        sums = weights.sum(1, keepdims=True)
+        log_likelihood = observed @ coefficients - (highest + np.log(sums)).sum()
+        return float(log_likelihood - _TRUST / 2 * np.square(coefficients - _USUAL).sum()), weights / sums
+
+    coefficients = _USUAL.copy()
+    value, weights = weigh(coefficients)
+    for _ in range(_STEPS):
         means = np.einsum("nk,nkf->nf", weights, features)
         gradient = observed - means.sum(0) - _TRUST * (coefficients - _USUAL)
         curvature = np.einsum("nk,nkf,nkg->fg", weights, features, features, optimize=True) - means.T @ means
         step = np.linalg.solve(curvature + _TRUST * np.eye(len(_USUAL)), gradient)
-        coefficients += step
-        if np.abs(step).max() < _CLOSE:
+        while (further := weigh(coefficients + step))[0] < value and np.abs(step).max() > _CLOSE:
+            step /= 2
+        if np.abs(step).max() <= _CLOSE:
             break
+        coefficients += step
+        value, weights = further
     return coefficients

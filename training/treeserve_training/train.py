@@ -131,10 +131,11 @@ class _Run:
 
     def _recipe(self, drafter: TrainedSsm) -> dict[str, Any]:
         config = self._config
+        origin = "the target's first layers" if config.start is None else f"drafters/{config.start.name}"
         return {
             "command": "treeserve train",
             "data": {**read_about(self._data), **self._report.data},
-            "initialised_from": "the target's first layers" if config.start is None else f"{config.start}",
+            "initialised_from": origin,
             "boost_tuned_among": config.ssms,
             "layers": config.layers,
             "hard_weight": config.hard_weight,

@@ -293,7 +293,7 @@ class Decoder:
 
 
 def apply_linear(x: Float32Array, packed: PackedLinear, *, isa: str | None = None) -> Float32Array:
-    """One linear layer alone, as the decoder computes it (one thread; for tests and measurements).
+    """One linear layer alone, as the decoder computes it, in the calling thread.
 
     Args:
         x: float32[T, K].

@@ -15,6 +15,7 @@ SSM = "ssm"
 SSMS = (SSM, *(f"{SSM}{i}" for i in range(2, 6)))
 CORPUS = "corpus"
 NGRAM_TABLE = "ngram_table"
+HEAD = "head"
 MAX_SOURCE_BUDGET_MS = 10_000.0
 MAX_SOURCES = 16
 
@@ -40,7 +41,7 @@ class SpeculatorConfig:
     sources: tuple[str, ...] = field(
         default=("ngram", "suffix", "recycling"),
         metadata=option(
-            "draft sources: ngram, suffix, recycling, ngram_table, ssm, corpus, an installed one, "
+            "draft sources: ngram, suffix, recycling, ngram_table, ssm, head, corpus, an installed one, "
             "or package.module:attribute"
         ),
     )
@@ -54,7 +55,9 @@ class SpeculatorConfig:
     )
     drafter_folder: Path | None = field(
         default=None,
-        metadata=option("folder of drafters trained for the model: what ngram_table, ssm, ssm2 ... ssm5 draft with"),
+        metadata=option(
+            "folder of drafters trained for the model: what ngram_table, head, ssm, ssm2 ... ssm5 draft with"
+        ),
     )
     ssm_folder: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
     ssm_dtype: str = field(
@@ -75,7 +78,7 @@ class SpeculatorConfig:
         names = self.source_names
         if not 1 <= len(names) <= MAX_SOURCES or len(set(names)) != len(names):
             raise InvalidArgumentError("sources", f"name 1 to {MAX_SOURCES} sources, each once")
-        for name in {*SSMS, NGRAM_TABLE}.intersection(names):
+        for name in {*SSMS, NGRAM_TABLE, HEAD}.intersection(names):
             if self.drafter_folder is None and (name != SSM or self.ssm_folder is None):
                 raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
         if CORPUS in names and self.corpus is None:

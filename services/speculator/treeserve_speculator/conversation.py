@@ -17,7 +17,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_speculator.drafter import TreeLimits
-from treeserve_speculator.messages import committed_from_proto, sequence_from_proto
+from treeserve_speculator.messages import committed_from_proto, prices_from_proto, sequence_from_proto
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftWork
 from treeserve_speculator.session import DraftSession
@@ -128,7 +128,8 @@ class Conversation:
                 released.append(commit.handle)
         damaged = [*(s.features is None for s in assigned), *(c.features is None for c in commits)]
         self._peer.metrics.damaged_features.inc(sum(damaged))
-        return DraftWork(tuple(assigned), tuple(commits), tuple(released))
+        prices = prices_from_proto(update.prices) if update.HasField("prices") else None
+        return DraftWork(tuple(assigned), tuple(commits), tuple(released), prices)
 
     def _malformed(self, handle: int, error: InvalidArgumentError) -> None:
         self._peer.metrics.protocol_errors.inc()

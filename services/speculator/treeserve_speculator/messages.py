@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import structlog
@@ -12,7 +13,7 @@ from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.identity import check_tenant
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import check_token_ids
-from treeserve_speculator.sequence import CommittedTokens, DraftSequence
+from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence
 from treeserve_wire.codec import acceptance_rule_from_proto, features_from_proto, sampling_from_proto
 
 _log = structlog.get_logger(__name__)
@@ -76,3 +77,11 @@ def _features(blocks: Iterable[verifier_pb2.Features], shape: FeatureShape | Non
     except InvalidArgumentError as error:
         _log.error("damaged features", reason=str(error))
         return None
+
+
+def prices_from_proto(msg: verifier_pb2.DraftPrices) -> DraftPrices:
+    """What the verifier pays. Raises InvalidArgumentError for what is no price."""
+    for name in ("token_us", "node"):
+        if not 0.0 <= getattr(msg, name) < math.inf:  # also catches NaN
+            raise InvalidArgumentError(f"prices.{name}", "is not a number of at least 0")
+    return DraftPrices(token_us=msg.token_us, node=msg.node)

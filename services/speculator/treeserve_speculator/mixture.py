@@ -1,10 +1,13 @@
 """Makes one tree of what several sources drafted, by how likely each node is to come true given all that they say.
 
-For each node that some source expands, one logistic model says how likely each proposed child is to be emitted if the
+Below each node that some source expands, a logistic model says how likely each proposed child is to be emitted if the
 node is. There is a model for each set of sources that expand a node, because a source without an opinion tells nothing
-and one that spread its probability over other tokens tells a lot. Its features, for each source of the set: the log-odds
-that the source claims for the child and the child's rank, or that it did not propose it; and how often the source was
-right in this sequence. The models learn from every committed token, for all sequences together.
+and one that spread its probability over other tokens tells a lot. Its features, for each source of the set: the
+log-odds that the source claims for the child and the child's rank, or that it did not propose it; and how often the
+source was right in this sequence. The models learn from every committed token, for all sequences together.
+
+Their log-odds are weighted sums, as in Mattern's and Mahoney's mixing of models for compression: what they say is
+calibrated, which a weighted sum of probabilities is not even if each of them is.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from treeserve_speculator.calibration import RANK_CLASSES, Calibration, OnlineLo
 # Features of a node, and for each source of the set from an offset on. What a source says of a child is either a claim
 # (odds, one of the ranks, for its first child trust) or silence (silent, trust in silence).
 _BIAS, _FIRST_LEVEL, _DEEP, _COMMON = 0, 1, 2, 3
-_ODDS, _RANK, _TRUST, _SILENT, _SILENT_TRUST, _PER_SOURCE = 0, 1, 1 + RANK_CLASSES, 2 + RANK_CLASSES, 3 + RANK_CLASSES, 7
+_ODDS, _RANK = 0, 1
+_TRUST, _SILENT, _SILENT_TRUST, _PER_SOURCE = (_RANK + RANK_CLASSES + i for i in range(4))
 _DEEP_FROM = 4
 # Prior weights. Sources agree more often by looking at the same thing than by chance: two claims count less than twice.
 _PRIOR_BIAS, _PRIOR_ODDS, _PRIOR_TRUST, _PRIOR_SILENT = -0.2, 0.8, 1.0, -1.0

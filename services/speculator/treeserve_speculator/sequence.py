@@ -132,11 +132,16 @@ class DraftSequence:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """One update of a verifier, to be applied in this order: new sequences, commits, handles released."""
+    """One update of a verifier, to be applied in this order: new sequences, commits, handles released.
+
+    Attributes:
+        prices: those of now; None if it said nothing of them.
+    """
 
     assigned: tuple[DraftSequence, ...] = ()
     commits: tuple[CommittedTokens, ...] = ()
     released: tuple[int, ...] = ()
+    prices: DraftPrices | None = None
 
     @property
     def handles(self) -> set[int]:

@@ -11,7 +11,7 @@ from treeserve_core.errors import StaleBaseError
 from treeserve_core.proposal import DraftProposal
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
-from treeserve_speculator.sequence import CommittedTokens, DraftSequence, DraftWork
+from treeserve_speculator.sequence import UNPRICED, CommittedTokens, DraftSequence, DraftWork
 from treeserve_wire.telemetry import context_from
 
 _log = structlog.get_logger(__name__)
@@ -25,6 +25,7 @@ class DraftSession:
         self._limits = limits
         self._metrics = metrics
         self._tracer = tracer
+        self._prices = UNPRICED
         self._sequences: dict[int, DraftSequence] = {}
         self._spans: dict[int, trace.Span] = {}
 
@@ -35,6 +36,7 @@ class DraftSession:
         """
         touched: dict[int, None] = {}
         for work in works:
+            self._prices = work.prices or self._prices
             for sequence in work.assigned:
                 self._open(sequence)
                 touched[sequence.handle] = None
@@ -46,7 +48,7 @@ class DraftSession:
         due = [s for s in map(self._sequences.get, touched) if s is not None and s.budget > 0]
         if not due:
             return []
-        proposals = self._drafter.draft(due, self._limits)
+        proposals = self._drafter.draft(due, self._limits, self._prices)
         return [(sequence.handle, proposal) for sequence, proposal in zip(due, proposals, strict=True)]
 
     def close(self) -> None:

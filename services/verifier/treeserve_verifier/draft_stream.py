@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 from google.rpc import code_pb2
@@ -15,6 +15,7 @@ from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_proto
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
+from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 from treeserve_wire import codec
@@ -35,8 +36,9 @@ _FULL_FRAME_BYTES = MAX_MESSAGE_BYTES // 4
 class DraftStream:
     """What waits to be sent to one speculator. Commits of a sequence join while credit is out (a DraftOutbox)."""
 
-    def __init__(self, credit: int) -> None:
+    def __init__(self, credit: int, prices: Callable[[], Prices]) -> None:
         self.credits = Credits(credit)
+        self._prices = prices
         self._assignments: dict[int, verifier_pb2.Assignment] = {}
         self._commits: dict[int, verifier_pb2.Commit] = {}
         self._released: list[int] = []
@@ -148,7 +150,7 @@ class DraftHandler:
             raise InvalidArgumentError("frame", "a Draft stream begins with a hello")
         hello = first.hello
         self._check_hello(hello)
-        stream = DraftStream(hello.initial_credit)
+        stream = DraftStream(hello.initial_credit, self._loop.prices)
         await context.write(self._welcome())
         wants_features = codec.feature_shape_from_proto(hello.wants_features)
         speculator = self._loop.attach(

@@ -16,7 +16,7 @@ from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Candidate, StepPlan, StepPlanner
+from treeserve_verifier.planner import Candidate, Prices, StepPlan, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
@@ -76,6 +76,10 @@ class VerifyLoop:
         """What this verifier can still take."""
         speculators = len(self._desk.speculators)
         return Load(len(self._scheduler), self._scheduler.free_blocks, speculators, self._draining)
+
+    def prices(self) -> Prices:
+        """What tokens and rows cost at present."""
+        return self._planner.prices(len(self._scheduler.running))
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.

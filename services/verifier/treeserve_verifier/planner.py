@@ -77,10 +77,12 @@ class Prices:
     Attributes:
         token_s: seconds of a step for each of its sequences, t(b) / b.
         row: cost of one more row for each of them, in tokens: (t(2 b) - t(b)) / t(b).
+        node: the least that a draft node costs when each of them has n, in tokens: min of (t(b + n b) - t(b)) / n t(b).
     """
 
     token_s: float
     row: float
+    node: float = 0.0
 
 
 class StepPlanner:
@@ -112,7 +114,11 @@ class StepPlanner:
         """What tokens and rows cost while so many sequences decode."""
         roots = max(decoding, 1)
         step_ms = self._cost.step_ms(roots)
-        return Prices(step_ms / roots / 1e3, self._cost.step_ms(2 * roots) / step_ms - 1.0)
+        row = self._cost.step_ms(2 * roots) / step_ms - 1.0
+        # A stair's last row is its cheapest.
+        stairs = ((rows / roots - 1.0, ms / step_ms - 1.0) for rows, ms in self._cost.table.items())
+        node = min((cost / nodes for nodes, cost in stairs if nodes >= 1.0), default=row)
+        return Prices(step_ms / roots / 1e3, row, max(0.0, node))
 
     def node_cost(self, plan: StepPlan) -> float:
         """What one draft node of a plan costs, in tokens: as many as plain decoding emits in that time."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_speculator.config import NGRAM_TABLE, SSM, SSMS
+from treeserve_speculator.config import HEAD, NGRAM_TABLE, SSM, SSMS
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
 from treeserve_speculator.sources.isolated import IsolatedSource, Isolation
@@ -20,7 +20,7 @@ from treeserve_speculator.sources.user_function import FunctionSource
 ENTRY_POINTS = "treeserve.draft_sources"
 
 # Modules with a factory `build`; their imports (torch for the draft model) are paid only where they are configured.
-_BUILT_IN = ("ngram", "suffix", "recycling", NGRAM_TABLE, *SSMS, "corpus")
+_BUILT_IN = ("ngram", "suffix", "recycling", NGRAM_TABLE, HEAD, *SSMS, "corpus")
 
 
 def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = None) -> tuple[DraftSource, ...]:
@@ -71,7 +71,9 @@ def _entry(name: str) -> EntryPoint:
     if ":" not in name:
         known = ", ".join((*_BUILT_IN, *sorted(installed.names)))
         raise InvalidArgumentError("sources", f"{name!r} is neither one of {known} nor a package.module:attribute")
-    return EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS)
+    module, _, attribute = name.partition(":")
+    short = module.rpartition(".")[2] if attribute == "build" else attribute
+    return EntryPoint(short, name, ENTRY_POINTS)
 
 
 def _loaded(name: str, entry: EntryPoint) -> Callable[..., Any]:

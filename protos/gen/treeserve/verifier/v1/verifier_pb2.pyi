@@ -957,6 +957,32 @@ class Commit(_message.Message):
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
+class DraftPrices(_message.Message):
+    """What the verifier pays at present: a draft node, or a level of them, is worth drawing if it is likely to save more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_US_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    token_us: _builtins.float
+    """Time of plain decoding for one token of one sequence, microseconds."""
+    node: _builtins.float
+    """Cost of verifying one draft node, in tokens of plain decoding: the least that it is in any number of nodes."""
+    def __init__(
+        self,
+        *,
+        token_us: _builtins.float = ...,
+        node: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "token_us", b"token_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftPrices: _TypeAlias = DraftPrices  # noqa: Y015
+
+@_typing.final
 class DraftUpdate(_message.Message):
     """Assignments, commits and releases of one step."""
 
@@ -965,6 +991,7 @@ class DraftUpdate(_message.Message):
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    PRICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Assignment]:
         """New sequences."""
@@ -977,16 +1004,21 @@ class DraftUpdate(_message.Message):
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences that are no longer this speculator's."""
 
+    @_builtins.property
+    def prices(self) -> Global___DraftPrices:
+        """Prices of now; zeros while there are none, as for steps in which everything drafted is verified."""
+
     def __init__(
         self,
         *,
         assignments: _abc.Iterable[Global___Assignment] | None = ...,
         commits: _abc.Iterable[Global___Commit] | None = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
+        prices: Global___DraftPrices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prices", b"prices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "commits", b"commits", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "commits", b"commits", "prices", b"prices", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,115 @@
+"""A trained draft head on disk: what it takes of the target's hidden states, int8 layers, a vocabulary of its own.
+
+The token embedding is not in it: that is the target's, as are the sizes of the layer and the rotary positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.features import FeatureShape
+from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, Item, map_arrays, write_arrays
+from treeserve_engine.made_once import content_hash
+from treeserve_engine.packed_weights import flat_items, layer_of, linear_of
+from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
+from treeserve_kernels.cpu.packing import PackedLinear
+
+_KIND = "head 1"
+_FIELD = "drafter_folder"
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """A draft head. N is the size of its vocabulary, H the target's hidden size, D the layers of its features.
+
+    Attributes:
+        shape: of the features it was trained on.
+        token_ids: int64[N], ascending: the target's id of each output.
+        from_features: from a committed token's features and its embedding, D H + H numbers, to H.
+        from_hidden: from a drafted token's parent's last hidden state and its embedding, 2 H numbers, to H.
+        layer: the decoder layer.
+        norm: float32[H], before the output layer.
+        head: from H to N.
+    """
+
+    shape: FeatureShape
+    token_ids: npt.NDArray[np.int64]
+    from_features: PackedLinear
+    from_hidden: PackedLinear
+    layer: LayerWeights
+    norm: npt.NDArray[np.float32]
+    head: PackedLinear
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        write_arrays(path, self._items())
+
+    def _items(self) -> Iterator[tuple[str, Item]]:
+        yield "kind", _KIND
+        yield "feature_layers", np.array(self.shape.layers, dtype=np.int32)
+        yield "hidden_size", self.shape.hidden_size
+        yield "token_ids", self.token_ids.astype(np.int32)
+        yield "norm", self.norm
+        parts = ("from_features", "from_hidden", "layer", "head")
+        yield from itertools.chain(*(flat_items(name, getattr(self, name)) for name in parts))
+
+    @classmethod
+    def read(cls, path: Path, cache_dir: Path) -> HeadFile:
+        """Map a file read-only.
+
+        Args:
+            cache_dir: where the hashes of unchanged files are remembered.
+
+        Raises:
+            InvalidArgumentError: if it is damaged or no draft head of this version.
+        """
+        try:
+            items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+        except (DamagedFileError, OSError) as error:
+            raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
+        if items.get("kind") != _KIND:
+            raise InvalidArgumentError(_FIELD, f"{path} is {items.get('kind')!r}, not a draft head ({_KIND!r})")
+        try:
+            return cls._of(items)
+        except (KeyError, TypeError) as error:
+            raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+
+    @classmethod
+    def _of(cls, items: Mapping[str, Any]) -> HeadFile:
+        return cls(
+            shape=FeatureShape(tuple(items["feature_layers"].tolist()), items["hidden_size"]),
+            token_ids=items["token_ids"].astype(np.int64),
+            from_features=linear_of(items, "from_features"),
+            from_hidden=linear_of(items, "from_hidden"),
+            layer=layer_of(items, "layer"),
+            norm=items["norm"],
+            head=linear_of(items, "head"),
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidArgumentError if its parts do not fit together, or not a target of `vocab_size` ids."""
+        ids, hidden, depths = self.token_ids, self.shape.hidden_size, len(self.shape.layers)
+        if len(ids) != self.head.num_outputs or not (ids[0] >= 0 and ids[-1] < vocab_size and (np.diff(ids) > 0).all()):
+            raise InvalidArgumentError(_FIELD, "the draft head's vocabulary is not one of the target's")
+        for linear, inputs in ((self.from_features, (depths + 1) * hidden), (self.from_hidden, 2 * hidden)):
+            if (linear.num_outputs, linear.num_inputs) != (hidden, inputs):
+                raise InvalidArgumentError(_FIELD, "the draft head's projections have other sizes than its features")
+
+    def with_target(self, target: DecoderWeights) -> DecoderWeights:
+        """The decoder, which is brought its inputs, with the target's rotary positions."""
+        return DecoderWeights(
+            embedding=None,
+            layers=(self.layer,),
+            norm=self.norm,
+            head=self.head,
+            rope_cos=target.rope_cos,
+            rope_sin=target.rope_sin,
+        )
