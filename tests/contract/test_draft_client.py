@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import signal
 import sys
@@ -282,6 +283,28 @@ async def test_verifier_limits_bound_every_tree(
     await stream.welcome(max_nodes=max_nodes, max_depth=max_depth)
     await stream.update(assignments=[assignment(1, [5], budget=30)])
     assert list((await stream.proposals())[1].token_ids) == expected
+
+
+async def test_prices_bound_trees_until_others_come(verifier: FakeVerifier, start: StartSpeculator) -> None:
+    start(ScriptedSource(next_tokens))
+    stream = await verifier.next_stream()
+    await stream.welcome()
+    sizes = []
+    for handle, price in enumerate((None, 0.7, None, 0.0)):
+        prices = {} if price is None else {"prices": verifier_pb2.DraftPrices(token_us=4000.0, node=price)}
+        await stream.update(assignments=[assignment(handle, [5], budget=8)], **prices)
+        sizes.append(len((await stream.proposals())[handle].token_ids) - 1)
+    assert sizes[0] == sizes[3] == 8 > sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("price", [math.nan, math.inf, -1.0])
+async def test_what_is_no_price_ends_the_stream(verifier: FakeVerifier, start: StartSpeculator, price: float) -> None:
+    start(ScriptedSource(next_tokens))
+    stream = await verifier.next_stream()
+    await stream.welcome()
+    await stream.update(assignments=[assignment(1, [5])], prices=verifier_pb2.DraftPrices(token_us=price))
+    stream.end()
+    await verifier.next_stream()
 
 
 async def test_credit_is_given_back_as_updates_are_processed(verifier: FakeVerifier, start: StartSpeculator) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.speculators import drafting
 from support.verifier_peers import TIMEOUT_S, RouterPeer, RunningVerifier, SpeculatorPeer, running_verifier, until
 
 from treeserve.verifier.v1 import verifier_pb2
@@ -16,9 +17,16 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import SequenceRows
+from treeserve_engine.config import load_config
 from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
+from treeserve_kernels.cpu import library
 from treeserve_speculator.messages import committed_from_proto, sequence_from_proto
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_training.draft_vocabulary import DraftVocabulary
+from treeserve_training.head_export import export_head
+from treeserve_training.head_model import HeadModel
+from treeserve_training.ssm_export import drafter_target
 from treeserve_verifier.draft_stream import DraftStream
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.speculator import CommitNotice
@@ -205,3 +213,48 @@ async def test_a_model_that_shows_none_says_so(tiny_model, tmp_path, monkeypatch
             assert not speculator.welcome.HasField("features")
             output = await router.generate(1, PROMPT, max_tokens=30)
             assert len(output.token_ids) == 30
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that was never trained."""
+    known = Tokenizer.from_folder(tiny_model).vocab_size
+    vocabulary = DraftVocabulary(np.arange(known), load_config(tiny_model).vocab_size)
+    model = HeadModel.from_target(tiny_model, FeatureShape.of_model(2, 48), vocabulary)
+    folder = tmp_path_factory.mktemp("drafters")
+    target = drafter_target(tiny_model, "tiny")
+    export_head(model, vocabulary, folder=folder, target=target, licence="Apache-2.0", recipe={})
+    return folder
+
+
+@pytest.mark.skipif(not library.is_built(), reason="the native decoder is not built")
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+async def test_a_head_drafts_with_them_and_is_silent_without(tiny_model, drafters, tmp_path, monkeypatch, damaged):
+    """Nothing of it shows in the tokens, and other sources go on."""
+    encode = codec.features_to_proto
+
+    def broken(rows: FeatureRows) -> verifier_pb2.Features:
+        message = encode(rows)
+        message.crc32 ^= 1
+        return message
+
+    if damaged:
+        monkeypatch.setattr("treeserve_verifier.draft_stream.codec.features_to_proto", broken)
+    verifier = running_verifier(tiny_model, tmp_path, dtype="int8", cache_dir=tmp_path)
+    async with verifier as running, RouterPeer(running.address) as router:
+        plain = [await router.generate(i, PROMPT[i:], max_tokens=60, seed=i, temperature=i / 2) for i in range(3)]
+        sources = drafting(running, tiny_model, "head", "suffix", drafter_folder=drafters, cache_dir=tmp_path)
+        async with sources as registry:
+            for i, expected in enumerate(plain):
+                output = await router.generate(10 + i, PROMPT[i:], max_tokens=60, seed=i, temperature=i / 2)
+                assert output.token_ids == expected.token_ids
+        nodes = {
+            s: registry.get_sample_value("treeserve_speculator_nodes_total", {"source": s}) for s in ("head", "suffix")
+        }
+        wrong = registry.get_sample_value("treeserve_speculator_damaged_features_total")
+        failures = registry.get_sample_value("treeserve_speculator_source_failures_total", {"source": "head"})
+    assert failures in (None, 0.0)
+    assert (
+        (nodes["head"] or 0) > 100 and wrong == 0 if not damaged else nodes["head"] in (None, 0) and (wrong or 0) >= 3
+    )
+    assert (nodes["suffix"] or 0) > 0

@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from support import hostile_functions
 from support.speculators import attached, drafting, speculator_process
+from support.tiny_drafters import TRAINED, write_drafters
 from support.verifier_peers import Output, RouterPeer, RunningVerifier, running_verifier, until
 
 from treeserve_core.tree import TokenTree
+from treeserve_kernels.cpu import library
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.suffix import SuffixSource
 from treeserve_text.tokenizer import Tokenizer
@@ -33,9 +35,15 @@ TOKENS = 40
 HOSTILE = [f"support.hostile_functions:{function.__name__}" for function in hostile_functions.REASONS]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where int8 weights are kept from one test to the next."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[RunningVerifier]:
-    async with running_verifier(tiny_model, tmp_path, draft_wait_ms=500.0) as verifier:
+async def running(tiny_model: Path, tmp_path: Path, cache: Path) -> AsyncIterator[RunningVerifier]:
+    async with running_verifier(tiny_model, tmp_path, dtype="auto", cache_dir=cache, draft_wait_ms=500.0) as verifier:
         yield verifier
         await until(lambda: verifier.verifier.loop.load().sequences == 0)
         verifier.check_all_blocks_free()
@@ -75,18 +83,24 @@ def drafted(registry: CollectorRegistry, source: str) -> float:
     return registry.get_sample_value("treeserve_speculator_nodes_total", {"source": source}) or 0.0
 
 
-BUILT_IN = ("ngram", "suffix", "recycling", "corpus", "ssm")
+@pytest.fixture(scope="module")
+def drafters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drafters of every trained kind."""
+    if not library.is_built():
+        pytest.skip("the native decoder is not built")
+    return write_drafters(tiny_model, tmp_path_factory.mktemp("drafters"))
+
+
+BUILT_IN = ("ngram", "suffix", "recycling", "corpus", *TRAINED)
 
 
 @pytest.mark.parametrize("sources", [*((name,) for name in BUILT_IN), BUILT_IN], ids="+".join)
 async def test_built_in_sources_change_no_token(
-    running: RunningVerifier, tiny_model: Path, corpus: Path, tmp_path: Path, sources: tuple[str, ...]
+    running: RunningVerifier, tiny_model: Path, corpus: Path, drafters: Path, cache: Path, sources: tuple[str, ...]
 ) -> None:
-    files: dict[str, Any] = {"cache_dir": tmp_path}
+    files: dict[str, Any] = {"cache_dir": cache, "drafter_folder": drafters, "ssm_kv_tokens": 4096}
     if "corpus" in sources:
         files["corpus"] = corpus
-    if "ssm" in sources:
-        files |= {"ssm_folder": tiny_model, "ssm_dtype": "float32", "ssm_kv_tokens": 4096}
     async with RouterPeer(running.address) as router:
         plain = await decoded(router, 0, speculate=False)
         async with drafting(running, tiny_model, *sources, **files) as registry:

@@ -426,6 +426,16 @@ async def test_top_tokens_come_with_commits_when_asked_for(running: RunningVerif
     assert all(t.token_ids[0] == token and len(set(t.token_ids)) == 8 for t, token in zip(top, committed, strict=True))
 
 
+async def test_updates_say_what_the_verifier_pays(running: RunningVerifier, tiny_model: Path, tmp_path: Path) -> None:
+    async with RouterPeer(running.address) as router, SpeculatorPeer(running, no_idea) as speculator:
+        await router.generate(1, PROMPT, max_tokens=8)
+    assert all(price.token_us > 1e6 and price.node == 0.0 for price in speculator.prices), "where rows are free"
+    async with running_verifier(tiny_model, tmp_path, draft_always=False) as priced:
+        async with RouterPeer(priced.address) as router, SpeculatorPeer(priced, no_idea) as speculator:
+            await router.generate(1, PROMPT, max_tokens=8)
+    assert speculator.prices and all(0.0 < price.token_us < 1e6 for price in speculator.prices)
+
+
 async def test_a_pool_that_runs_dry_preempts_and_changes_no_token(tiny_model: Path, tmp_path: Path) -> None:
     requests = [{"temperature": 1.0, "seed": h, "max_tokens": 90} for h in range(6)]
     prompts = [[*PROMPT * 4, h] for h in range(6)]

@@ -217,6 +217,7 @@ class SpeculatorPeer(_Peer):
         self.assigned = asyncio.Event()
         self.commits: list[verifier_pb2.Commit] = []
         self.assignments: list[verifier_pb2.Assignment] = []
+        self.prices: list[verifier_pb2.DraftPrices] = []
 
     async def __aenter__(self) -> SpeculatorPeer:
         self.call = self._stub.Draft()
@@ -239,6 +240,7 @@ class SpeculatorPeer(_Peer):
 
     async def _take(self, update: verifier_pb2.DraftUpdate) -> None:
         due: dict[int, int] = {}
+        self.prices.append(update.prices)
         for assignment in update.assignments:
             self.assignments.append(assignment)
             self.tokens[assignment.handle] = list(assignment.token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
-from treeserve_speculator.sequence import CommittedTokens, DraftSequence, DraftWork
+from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
 from treeserve_speculator.sources.registry import build_sources
@@ -123,6 +124,28 @@ def test_verifier_limits_hold(registry: CollectorRegistry, limits: TreeLimits, e
     source = FakeSource("a", _chain(10, 11, 12, 13, 14))
     assert len(_draft(_drafter(registry, source), _sequence(), limits)) == expected + 1
     assert source.calls[-1] == ("propose", 1, min(8, limits.max_nodes))
+
+
+def test_nodes_below_their_price_are_not_sent(registry: CollectorRegistry) -> None:
+    drafter = _drafter(registry, FakeSource("a", _chain(10, 11, 12, 13, log_prob=-1.0)))
+    lengths = []
+    for node in (0.0, 0.05, 0.2, 0.9):
+        (proposal,) = drafter.draft([_sequence()], TreeLimits(64, 16), DraftPrices(token_us=4000.0, node=node))
+        lengths.append(len(proposal.tree) - 1)
+        assert all(math.exp(path) >= node for path in proposal.tree.path_log_probs)
+    assert lengths[0] == 4 and lengths[-1] == 0 and lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 2
+
+
+def test_the_drafter_learns_from_commits_whom_to_believe(registry: CollectorRegistry) -> None:
+    """A boaster is never right: the nodes of the other come first in the end, though it claims less."""
+    boaster, modest = FakeSource("a", _chain(20, log_prob=-0.05)), FakeSource("b", _chain(10, log_prob=-1.0))
+    drafter, sequence = _drafter(registry, boaster, modest), _sequence(budget=1)
+    drafter.open(sequence)
+    assert _draft(drafter, sequence).token_ids[1] == 20
+    for _ in range(20):
+        drafter.commit(sequence, CommittedTokens(1, len(sequence.tokens), (10,), 1))
+        tree = _draft(drafter, sequence)
+    assert tree.token_ids[1] == 10
 
 
 def test_nothing_grows_below_eos(registry: CollectorRegistry) -> None:
@@ -237,6 +260,16 @@ def test_session_applies_updates_in_order_and_drafts_once(registry: CollectorReg
     ((handle, proposal),) = session.run(works)
     assert (handle, proposal.base_committed_len, proposal.tree.token_ids) == (1, 6, (22, 10))
     assert [c[0] for c in source.calls] == ["open", "commit", "commit", "commit", "propose"]
+
+
+def test_session_drafts_at_the_latest_prices(registry: CollectorRegistry) -> None:
+    session = _session(registry, FakeSource("a", _chain(10)))
+    dear, nothing_said = DraftPrices(4000.0, node=0.99), None
+    sizes = []
+    for n, prices in enumerate((nothing_said, dear, nothing_said, DraftPrices(4000.0, node=0.01))):
+        ((_, proposal),) = session.run([DraftWork(assigned=(_sequence(n),), prices=prices)])
+        sizes.append(len(proposal.tree) - 1)
+    assert sizes == [1, 0, 0, 1]
 
 
 def test_session_drops_a_sequence_that_lost_step(registry: CollectorRegistry) -> None:

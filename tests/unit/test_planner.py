@@ -43,6 +43,17 @@ def test_with_free_rows_even_unlikely_nodes_are_verified_and_any_wait_pays() -> 
     assert planner.prices(8).row == 0.0 and planner.prices(8).token_s > 3600.0
 
 
+def test_the_price_of_a_node_is_that_of_the_cheapest_number_of_nodes() -> None:
+    stairs = StepPlanner(make_config(), CostModel({1: 10.0, 4: 10.6, 8: 14.0, 64: 80.0}))
+    alone = stairs.prices(1)
+    assert alone.row == pytest.approx(0.06), "one row goes up to the next stair"
+    assert alone.node == pytest.approx(0.06 / 3), "so three cost as much as one"
+    assert stairs.prices(8).node == pytest.approx((80.0 / 14.0 - 1.0) / 7)
+    assert StepPlanner(make_config(), STEEP).prices(1).node == pytest.approx(1.0)
+    assert StepPlanner(make_config(), CostModel.free_rows()).prices(1).node == 0.0
+    assert StepPlanner(make_config(), FLAT).prices(64).node == 1.0, "beyond the table its last slope goes on"
+
+
 def test_a_cost_cliff_is_respected() -> None:
     cliff = CostModel({4: 10.0, 64: 40.0})
     plan = StepPlanner(make_config(), cliff).plan([Candidate(make_sequence(), 1, _tree(*[0.8] * 6))])

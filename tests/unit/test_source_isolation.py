@@ -164,11 +164,12 @@ def test_a_late_answer_is_dropped_and_the_source_rests(gate: Gate) -> None:
     assert rig.faults("late") == 1
 
 
-def test_a_slow_source_rests_ever_longer() -> None:
-    slow = of_function(lambda token_ids, budget: time.sleep(0.01), Isolation(budget_s=0.001, hang_s=100.0))
-    rests = []
+def test_a_slow_source_rests_ever_longer(gate: Gate) -> None:
+    slow = of_function(gate, Isolation(budget_s=0.001, hang_s=100.0))
+    rests: list[float] = []
     for _ in range(12):
         assert slow.source.propose(sequence(), 8) is None
+        gate.opened.release()
         assert slow.source._ask is not None and slow.source._ask.done.wait(TIMEOUT_S)
         rests.append(slow.source._rests_until - slow.now)
         slow.now = slow.source._rests_until - 1e-9
@@ -178,12 +179,18 @@ def test_a_slow_source_rests_ever_longer() -> None:
 
 
 def test_what_is_answered_in_time_counts_though_the_batch_is_late(gate: Gate) -> None:
+    asked: list[int] = []
+
     def function(token_ids: list[int], budget: int) -> list[list[int]]:
+        asked.append(token_ids[-1])
         return gate(token_ids, budget) if token_ids[-1] == 6 else [[1]]
 
-    rig = of_function(function, Isolation(budget_s=0.2, hang_s=100.0))
+    rig = of_function(function, Isolation(budget_s=0.5, hang_s=100.0))
     trees = rig.source.propose_batch([(sequence(), 8), (sequence(5, 6), 8), (sequence(), 8)])
     assert [tree and tree.token_ids for tree in trees] == [(7, 1), None, None]
+    gate.opened.release()
+    assert rig.source._ask is not None and rig.source._ask.done.wait(TIMEOUT_S)
+    assert asked == [7, 6], "what nobody waits for any more is not asked for"
 
 
 @pytest.mark.parametrize("function", [hostile_functions.spins, hostile_functions.hangs], ids=lambda f: f.__name__)
@@ -265,7 +272,7 @@ def test_a_slow_source_delays_quick_ones_by_its_budget_at_most(gate: Gate) -> No
         proposals = drafter.draft(sequences, TreeLimits(64, 16))
         assert [p.tree.token_ids for p in proposals] == [(7, 1)] * 8
     assert rig.faults("late") == 1
-    assert 0.05 <= time.monotonic() - started < 2.0, "one budget, however many sequences and drafts"
+    assert 0.05 <= time.monotonic() - started < 4.0, "one budget, however many sequences and drafts"
 
 
 def test_a_meddler_harms_only_itself() -> None:

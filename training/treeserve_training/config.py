@@ -44,8 +44,8 @@ class TrainConfig:
     vocabulary: int = field(default=8192, metadata=option("most frequent tokens that a draft model can say"))
     epochs: float = field(default=4.0, metadata=option("passes over the data that is there at the start"))
     sequences: int = field(default=0, metadata=option("in place of epochs: sequences to train on, repeats counted"))
-    learning_rate: float = field(default=1.5e-3, metadata=option("after the warm-up"))
-    sequences_per_step: int = field(default=8, metadata=option("sequences of a training step"))
+    learning_rate: float = field(default=2e-3, metadata=option("after the warm-up"))
+    sequences_per_step: int = field(default=4, metadata=option("sequences of a training step"))
     hard_weight: float = field(
         default=0.0,
         metadata=option("how much of the target's distribution is replaced by the token it emitted, 0 to 1"),

@@ -11,17 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from treeserve_training import training_loop
+from treeserve_training.learning_curve import CurvePoint
 
 _LINE_EVERY_S = 30.0
-_CURVE_EVERY = 200  # sequences between two points of a loss curve
 
 
 class Display:
-    """Progress of all drafters of a run, and their loss curves.
-
-    Attributes:
-        curves: (sequences, loss) pairs by source.
-    """
+    """Progress of all drafters of a run."""
 
     def __init__(self, console: Console, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -37,7 +33,6 @@ class Display:
             console=console,
             disable=not console.is_terminal,
         )
-        self.curves: dict[str, list[tuple[int, float]]] = {}
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -52,11 +47,16 @@ class Display:
         """Print a line above the bars."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    def on_look(self, source: str, point: CurvePoint) -> None:
+        """Say what was seen of the held-out split."""
+        first, three = point.top_by_rank[0], sum(point.top_by_rank[:3])
+        self.tell(
+            f"{source}: after {point.sequences} sequences held-out loss {point.held_out_loss:.3f}; the target's choice "
+            f"is its first {first:.1%}, among its first three {three:.1%}"
+        )
+
     def on_step(self, source: str, recipe: training_loop.Recipe, progress: training_loop.Progress) -> None:
         """Show a step."""
-        curve = self.curves.setdefault(source, [])
-        if not curve or progress.sequences >= curve[-1][0] + _CURVE_EVERY:
-            curve.append((progress.sequences, progress.loss))
         if self._console.is_terminal:
             if source not in self._tasks:
                 self._tasks[source] = self._bars.add_task(source, total=recipe.sequences, loss=0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +30,8 @@ from treeserve_speculator.sources.ngram_table_file import (
     write_table,
 )
 from treeserve_training.ngram_calibration import calibrate
+from treeserve_training.probability_lists import FloatArray, IntArray, Lists, looked_up, summed
 from treeserve_training.records import Sample, read_about, read_samples
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 
 # Less than this of a distribution is left out: it would double the work, and no tree has room for it.
 _LEAST_PROBABILITY = 0.002
@@ -81,14 +80,14 @@ class _Observations:
         token_ids: uint64[tokens], all samples' prompts and outputs.
         at: int64[n], index in `token_ids` of each output token.
         known: int64[n], tokens of its own sample before it.
-        top_ids: int64[n, 8].
+        top_ids: uint16 or uint32[n, 8].
         top_probabilities: float32[n, 8].
     """
 
     token_ids: UInt64Array
     at: IntArray
     known: IntArray
-    top_ids: IntArray
+    top_ids: npt.NDArray[Any]
     top_probabilities: FloatArray
 
     @classmethod
@@ -114,34 +113,9 @@ class _Observations:
             np.concatenate(tokens),
             np.concatenate(at),
             np.concatenate(known),
-            np.concatenate(ids).astype(np.int64),
+            np.concatenate(ids),
             np.exp(np.concatenate(log_probs).astype(np.float32)),
         )
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """Tokens with probabilities for each of a number of groups: int64[groups] ends, then flat arrays."""
-
-    ends: IntArray
-    token_ids: IntArray
-    probabilities: FloatArray
-
-    @property
-    def lengths(self) -> IntArray:
-        return np.diff(self.ends, prepend=0)
-
-    def of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """For each of `groups`, in order: its place among them and where its entries are, both int64[entries]."""
-        lengths = self.lengths[groups]
-        ends = np.cumsum(lengths)
-        place = np.repeat(np.arange(len(groups)), lengths)
-        return place, np.arange(len(place)) + np.repeat(self.ends[groups] - ends, lengths)
-
-    def subset(self, kept: npt.NDArray[np.bool_]) -> _Lists:
-        """Without some entries."""
-        before = np.append(0, np.cumsum(kept))
-        return _Lists(before[self.ends], self.token_ids[kept], self.probabilities[kept])
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,7 @@ class _Level:
 
     hashes: UInt64Array
     counts: IntArray
-    lists: _Lists
+    lists: Lists
     divergence: npt.NDArray[np.float64]
 
 
@@ -216,7 +190,7 @@ def _levels(
         )
         average = _average(observations, whole, group, counts, vocab_size)
         if shorter is None:
-            lists, divergence = _longest(average, options.max_successors), np.full(1, np.inf)
+            lists, divergence = average.most_probable(options.max_successors), np.full(1, np.inf)
         else:
             parents = np.searchsorted(shorter.hashes, shorter_hashes[whole[first]])
             lists, divergence = _mixed(average, counts, shorter.lists, parents, vocab_size, options)
@@ -225,25 +199,25 @@ def _levels(
         yield shorter
 
 
-def _average(observations: _Observations, rows: IntArray, group: IntArray, counts: IntArray, vocab_size: int) -> _Lists:
+def _average(observations: _Observations, rows: IntArray, group: IntArray, counts: IntArray, vocab_size: int) -> Lists:
     """The mean distribution of each group of observations, its tokens ascending."""
     probabilities = observations.top_probabilities[rows]
     counted = probabilities >= _LEAST_PROBABILITY
     keys = (group[:, None] * vocab_size + observations.top_ids[rows])[counted]
-    keys, sums = _summed(keys, probabilities[counted])
+    keys, sums = summed(keys, probabilities[counted])
     groups = keys // vocab_size
     ends = np.searchsorted(groups, np.arange(len(counts)), side="right")
-    return _Lists(ends, keys % vocab_size, (sums / counts[groups]).astype(np.float32))
+    return Lists(ends, (keys % vocab_size).astype(np.int32), (sums / counts[groups]).astype(np.float32))
 
 
 def _mixed(
-    average: _Lists,
+    average: Lists,
     counts: IntArray,
-    shorter: _Lists,
+    shorter: Lists,
     parents: IntArray,
     vocab_size: int,
     options: NgramTableOptions,
-) -> tuple[_Lists, npt.NDArray[np.float64]]:
+) -> tuple[Lists, npt.NDArray[np.float64]]:
     """Each context's own average mixed with its parent's list, and how much the two differ; some groups at a time."""
     parts, divergences = [], []
     own_share = (counts / (counts + options.concentration)).astype(np.float32)
@@ -255,15 +229,16 @@ def _mixed(
         parent_keys = parent_place * vocab_size + shorter.token_ids[parent_at]
         own = average.probabilities[own_at] * own_share[groups][own_place]
         inherited = shorter.probabilities[parent_at] * (1 - own_share[groups])[parent_place]
-        keys, sums = _summed(np.concatenate([own_keys, parent_keys]), np.concatenate([own, inherited]))
+        keys, sums = summed(np.concatenate([own_keys, parent_keys]), np.concatenate([own, inherited]))
         ends = np.searchsorted(keys // vocab_size, np.arange(len(groups)), side="right")
-        lists = _longest(_Lists(ends, keys % vocab_size, sums), options.max_successors)
-        before = _looked_up(lists, vocab_size, parent_keys, shorter.probabilities[parent_at])
+        lists = Lists(ends, (keys % vocab_size).astype(np.int32), sums).most_probable(options.max_successors)
+        wanted = lists.groups * vocab_size + lists.token_ids
+        before = looked_up(wanted, parent_keys, shorter.probabilities[parent_at], _LEAST_PROBABILITY / 2)
         told = lists.probabilities * np.log(lists.probabilities / before)
-        divergences.append(np.bincount(lists.of(np.arange(len(groups)))[0], told, len(groups)))
+        divergences.append(np.bincount(lists.groups, told, len(groups)))
         parts.append(lists)
     offsets = np.cumsum([0, *(len(part.token_ids) for part in parts[:-1])])
-    joined = _Lists(
+    joined = Lists(
         np.concatenate([part.ends + offset for part, offset in zip(parts, offsets, strict=True)]),
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.probabilities for part in parts]),
@@ -271,43 +246,11 @@ def _mixed(
     return joined, np.concatenate(divergences)
 
 
-def _summed(keys: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
-    """The different keys, ascending, and the sum of each one's values."""
-    order = np.argsort(keys)
-    keys = keys[order]
-    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
-    return keys[starts], np.add.reduceat(values[order], starts)
-
-
-def _longest(lists: _Lists, count: int) -> _Lists:
-    """The `count` most probable of each list, the most probable first."""
-    group, _ = lists.of(np.arange(len(lists.ends)))
-    order = np.lexsort((-lists.probabilities, group))
-    ranked = _Lists(lists.ends, lists.token_ids[order], lists.probabilities[order])
-    return ranked.subset(_ranks(ranked) < count)
-
-
-def _ranks(lists: _Lists) -> IntArray:
-    """Each entry's place in its list: int64[entries]."""
-    begins = lists.ends - lists.lengths
-    return np.arange(len(lists.token_ids)) - np.repeat(begins, lists.lengths)
-
-
-def _looked_up(lists: _Lists, vocab_size: int, keys: IntArray, values: FloatArray) -> FloatArray:
-    """For each entry the value of its group and token; half the least counted probability where there is none."""
-    group, _ = lists.of(np.arange(len(lists.ends)))
-    wanted = group * vocab_size + lists.token_ids
-    order = np.argsort(keys)
-    keys, values = keys[order], values[order]
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], np.float32(_LEAST_PROBABILITY / 2))
-
-
 def _shortened(level: _Level, options: NgramTableOptions) -> _Level:
     """Without the tokens that are too improbable or would hardly ever be used; each context keeps its first."""
     uses = np.repeat(np.maximum(level.counts - options.discount, options.discount / 2), level.lists.lengths)
     least = np.maximum(options.least_probability, options.least_uses / uses)
-    kept = (level.lists.probabilities >= least) | (_ranks(level.lists) == 0)
+    kept = (level.lists.probabilities >= least) | (level.lists.ranks == 0)
     useful = (level.counts - options.discount) * level.divergence
     return _Level(level.hashes, level.counts, level.lists.subset(kept), useful)
 
@@ -319,7 +262,7 @@ def _selected(levels: list[_Level], vocab_size: int, max_bytes: int) -> TableEnt
     size = BYTES_PER_CONTEXT + bytes_per_token(vocab_size) * lengths
     order = np.argsort(-np.concatenate([level.divergence for level in levels]) / size)
     kept = np.sort(order[: np.searchsorted(np.cumsum(size[order]), max_bytes - FILE_OVERHEAD, side="right")])
-    everything = _Lists(
+    everything = Lists(
         np.cumsum(lengths),
         np.concatenate([level.lists.token_ids for level in levels]),
         np.concatenate([level.lists.probabilities for level in levels]),

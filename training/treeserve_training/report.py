@@ -11,6 +11,7 @@ from typing import Any
 
 from treeserve_training.agreement import Agreement
 from treeserve_training.held_out import Tally, together
+from treeserve_training.learning_curve import CurvePoint
 
 MODES = ("greedy", "sampled")
 
@@ -22,14 +23,14 @@ class Report:
     Attributes:
         settings: what was asked for.
         data: counts of the data folder.
-        curves: for each drafter the training loss by sequences trained on: (sequences, loss) pairs.
+        curves: for each drafter how its training came along.
         agreement: for each drafter, on held-out rows.
         trees: for each source (and "all" together) and budget of nodes, tallies by mode and kind.
     """
 
     settings: Mapping[str, Any]
     data: Mapping[str, int]
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
     trees: dict[str, dict[int, dict[tuple[str, str], Tally]]] = field(default_factory=dict)
 
@@ -38,7 +39,7 @@ class Report:
         return {
             "settings": dict(self.settings),
             "data": dict(self.data),
-            "curves": self.curves,
+            "curves": {source: [asdict(point) for point in curve] for source, curve in self.curves.items()},
             "agreement": {source: asdict(agreement) for source, agreement in self.agreement.items()},
             "acceptance": {
                 source: {str(budget): _modes(tallies) for budget, tallies in budgets.items()}
@@ -63,8 +64,10 @@ class Report:
         figure = Figure(figsize=(13, 8), layout="constrained")
         loss, ranks, depths, lengths = figure.subplots(2, 2).flat
         for source, curve in self.curves.items():
-            loss.plot([x for x, _ in curve], [y for _, y in curve], label=source)
-        loss.set(title="training loss", xlabel="sequences", ylabel="cross-entropy")
+            steps = [point.sequences for point in curve]
+            loss.plot(steps, [point.loss for point in curve], label=f"{source}, training")
+            loss.plot(steps, [point.held_out_loss for point in curve], "--", label=f"{source}, held out")
+        loss.set(title="loss", xlabel="sequences", ylabel="cross-entropy")
         for source, budgets in self.trees.items():
             tallies = budgets[max(budgets)]
             for mode, style in zip(MODES, ("-", "--"), strict=True):

@@ -12,14 +12,19 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.config import load_config
 from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.ssm_file import SsmFile
+from treeserve_training.agreement import measure_agreement
 from treeserve_training.boosting import left_over, shares
 from treeserve_training.config import SSM, TrainConfig
 from treeserve_training.draft_vocabulary import DraftVocabulary, coverage, expected_counts
+from treeserve_training.learning_curve import CurvePoint, LearningCurve
 from treeserve_training.packed_batch import TrainingSequence
 from treeserve_training.records import read_samples
 from treeserve_training.ssm_model import SsmModel
 from treeserve_training.training_loop import Progress, Recipe, Training
 from treeserve_training.training_set import ContextCut, TrainingSet, read_sequences
+
+_LOOKS = 20
+_LOOKED_AT = 60  # sequences
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,13 @@ class Supervision:
     Attributes:
         tell: told what happens, a line at a time.
         on_step: told of every step: which drafter, its recipe, how far it is.
+        on_look: told of every look at the held-out split: which drafter, and what was seen.
         stopping: true once the run should end.
     """
 
     tell: Callable[[str], None]
     on_step: Callable[[str, Recipe, Progress], None]
+    on_look: Callable[[str, CurvePoint], None]
     stopping: Callable[[], bool]
 
 
@@ -45,6 +52,30 @@ class TrainedSsm:
     model: SsmModel
     recipe: Recipe
     progress: Progress
+    curve: list[CurvePoint]
+
+
+class _Looks:
+    """Looks at the held-out split some twenty times in a training."""
+
+    def __init__(
+        self, model: SsmModel, held_out: Sequence[TrainingSequence], recipe: Recipe, curve: LearningCurve
+    ) -> None:
+        self._model = model
+        self._held_out = held_out[:_LOOKED_AT]
+        self._every = max(1, recipe.sequences // _LOOKS)
+        self._steps = 0
+        self.curve = curve
+
+    def after(self, progress: Progress) -> CurvePoint | None:
+        """A point of the curve, if it is time for one."""
+        before, self._steps = self._steps or progress.sequences, progress.sequences
+        if progress.sequences // self._every == before // self._every or not self._held_out:
+            return None
+        agreement = measure_agreement(self._model, self._held_out, 0.0)
+        point = CurvePoint(progress.sequences, progress.loss, agreement.loss, agreement.top_by_rank)
+        self.curve.add(point)
+        return point
 
 
 class SsmTrainer:
@@ -108,15 +139,16 @@ class SsmTrainer:
         data = TrainingSet(
             read, sequences_per_step=config.sequences_per_step, hard_weight=config.hard_weight, seed=config.seed
         )
-        training = Training(
-            model,
-            data,
-            recipe,
-            self._work / source,
-            on_step=lambda progress: watch.on_step(source, recipe, progress),
-            stopping=watch.stopping,
-        )
-        return TrainedSsm(source, model, recipe, training.progress) if training.run() else None
+        folder = self._work / source
+        looks = _Looks(model, self.sequences("validation"), recipe, LearningCurve(folder / "curve.jsonl"))
+
+        def on_step(progress: Progress) -> None:
+            watch.on_step(source, recipe, progress)
+            if (point := looks.after(progress)) is not None:
+                watch.on_look(source, point)
+
+        training = Training(model, data, recipe, folder, on_step=on_step, stopping=watch.stopping)
+        return TrainedSsm(source, model, recipe, training.progress, looks.curve.points()) if training.run() else None
 
     def _untrained(self) -> SsmModel:
         model = SsmModel.from_target(self._model_folder, self.vocabulary, self._config.layers)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureRows, FeatureShape
@@ -22,8 +21,7 @@ from treeserve_speculator.sources.base import FeatureDraftSource
 
 _BLOCK_SIZE = 16
 _CHUNK_ROWS = 256
-
-_log = structlog.get_logger(__name__)
+_ALONE = -1  # a sequence's name while it is computed at once
 
 
 class TargetFeatures:
@@ -44,29 +42,38 @@ class TargetFeatures:
 
     def along(self, token_ids: Sequence[int], first: int) -> npt.NDArray[np.float16]:
         """Features after the tokens from place `first` on: float16[len(token_ids) - first, D, H]."""
-        self._runner.blocks.add(0)
+        self.open(_ALONE)
         try:
-            parts = [self._chunk(token_ids, start, first) for start in range(0, len(token_ids), _CHUNK_ROWS)]
+            return self.further(_ALONE, token_ids, first)
         finally:
-            self._runner.blocks.free(0)
-        return np.concatenate(parts)
+            self.close(_ALONE)
 
-    def _chunk(self, token_ids: Sequence[int], start: int, first: int) -> npt.NDArray[np.float16]:
+    def open(self, seq_id: int) -> None:
+        """Keep a sequence, so that it can be computed bit by bit."""
+        self._runner.blocks.add(seq_id)
+
+    def further(self, seq_id: int, token_ids: Sequence[int], first: int = 0) -> npt.NDArray[np.float16]:
+        """Go on with a sequence: features after those of its tokens that were not computed before, from `first` on."""
+        computed = self._runner.blocks.computed_len(seq_id)
+        starts = range(computed, len(token_ids), _CHUNK_ROWS)
+        return np.concatenate([self._chunk(seq_id, token_ids, start, first) for start in starts])
+
+    def close(self, seq_id: int) -> None:
+        """Let go of a sequence."""
+        self._runner.blocks.free(seq_id)
+
+    def _chunk(self, seq_id: int, token_ids: Sequence[int], start: int, first: int) -> npt.NDArray[np.float16]:
         chunk = list(token_ids[start : start + _CHUNK_ROWS])
-        rows = SequenceRows.from_chain(0, chunk, [])
-        rows = replace(rows, feature_rows=range(min(max(0, first - start), len(chunk)), len(chunk)))
-        self._runner.blocks.reserve(0, len(chunk))
+        wanted = range(min(max(0, first - start), len(chunk)), len(chunk))
+        rows = replace(SequenceRows.from_chain(seq_id, chunk, []), feature_rows=wanted)
+        self._runner.blocks.reserve(seq_id, len(chunk))
         (states,) = self._runner.forward_hidden([rows], self.shape.layers)
-        self._runner.commit(0, range(len(chunk)))
+        self._runner.commit(seq_id, range(len(chunk)))
         return FeatureRows.narrowed(0, states.features).values
 
 
 class FedWithFeatures:
-    """A source that is handed, along a recording, what a verifier would have sent it.
-
-    Args:
-        outputs: of a sequence that begins with these prompt tokens, so that its features are computed in one go.
-    """
+    """A source that is handed, along a recording, what a verifier would have sent it."""
 
     wants_top_tokens = False
 
@@ -77,6 +84,7 @@ class FedWithFeatures:
 
     def open(self, state: DraftSequence) -> None:
         """Introduce a sequence."""
+        self._features.open(state.handle)
         self._source.open(state)
 
     def commit(self, state: DraftSequence, new_tokens: Sequence[int], top_tokens: Sequence[Sequence[int]]) -> None:
@@ -87,11 +95,12 @@ class FedWithFeatures:
         """The source's tree, once it has the features of all tokens."""
         assert state.features is not None
         known = len(state.tokens)
-        first = max(1, state.features.end, known - self._features.shape.window_tokens)
-        if first < known:
-            state.features.extend(FeatureRows(first, self._features.along(state.tokens[: known - 1], first - 1)))
+        if state.features.end < known > 1:
+            new = self._features.further(state.handle, state.tokens[:-1])[-self._features.shape.window_tokens :]
+            state.features.extend(FeatureRows(known - len(new), new))
         return self._source.propose(state, budget)
 
     def close(self, state: DraftSequence) -> None:
         """Let go of a sequence."""
         self._source.close(state)
+        self._features.close(state.handle)

@@ -16,13 +16,15 @@ from rich.console import Console
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.checkpoint import prepare_checkpoint
 from treeserve_speculator.config import SpeculatorConfig
-from treeserve_speculator.sources.base import DraftSource, SourceSettings
+from treeserve_speculator.sources.base import DraftSource, FeatureDraftSource, SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_training.agreement import measure_agreement
-from treeserve_training.config import NGRAM_TABLE, SSM, TrainConfig
+from treeserve_training.config import HEAD, NGRAM_TABLE, SSM, TrainConfig
 from treeserve_training.display import Display
 from treeserve_training.generate import generate_data
+from treeserve_training.head_export import export_head
+from treeserve_training.head_training import train_head
 from treeserve_training.held_out import Together, follow
 from treeserve_training.memory import keep_freed_memory
 from treeserve_training.ngram_export import export_ngram_table
@@ -30,6 +32,8 @@ from treeserve_training.records import read_about, read_counts, read_samples
 from treeserve_training.report import Report
 from treeserve_training.ssm_export import drafter_target, export_ssm
 from treeserve_training.ssm_training import SsmTrainer, Supervision, TrainedSsm
+from treeserve_training.target_features import FedWithFeatures, TargetFeatures
+from treeserve_training.training_loop import Progress, Recipe
 from treeserve_training.training_set import ContextCut
 
 _BUDGETS = (4, 8, 24)  # nodes of the trees that the report follows
@@ -85,9 +89,12 @@ class _Run:
         if SSM in self._config.build:
             trained = self._build_ssms()
             if trained is None:
-                self._display.tell("stopped; the same command goes on from here")
-                return False
+                return self._stopped()
             sources += [drafter.source for drafter in trained]
+        if HEAD in self._config.build:
+            if not self._build_head():
+                return self._stopped()
+            sources.append(HEAD)
         if NGRAM_TABLE in self._config.build:
             self._build_ngram_table()
             sources.append(NGRAM_TABLE)
@@ -96,16 +103,38 @@ class _Run:
             self._display.tell(line)
         return True
 
+    def _stopped(self) -> bool:
+        self._display.tell("stopped; the same command goes on from here")
+        return False
+
+    def _build_head(self) -> bool:
+        config = self._config
+        watch = Supervision(self._display.tell, self._display.on_step, self._display.on_look, lambda: self._stop.came)
+        trained = train_head(config, self._model_folder, self._data, watch)
+        if trained is None:
+            return False
+        export_head(
+            trained.model,
+            trained.vocabulary,
+            folder=config.out_folder,
+            target=self._target,
+            licence=config.licence,
+            recipe=self._common_recipe(trained.recipe, trained.progress)
+            | {"initialised_from": "a layer of the target's", "features_after_layers": trained.model.shape.layers},
+        )
+        return True
+
     def _build_ssms(self) -> list[TrainedSsm] | None:
         config = self._config
         cut = ContextCut(common_prefix(self._model_folder), config.max_context)
-        watch = Supervision(self._display.tell, self._display.on_step, lambda: self._stop.came)
+        watch = Supervision(self._display.tell, self._display.on_step, self._display.on_look, lambda: self._stop.came)
         trainer = SsmTrainer(config, self._model_folder, self._data, cut, watch)
         trained = trainer.run()
         if trained is None:
             return None
         held_out = trainer.sequences("validation")[:_HELD_OUT_SEQUENCES]
         for drafter in trained:
+            self._report.curves[drafter.source] = drafter.curve
             self._report.agreement[drafter.source] = measure_agreement(drafter.model, held_out, config.hard_weight)
             export_ssm(
                 drafter.model,
@@ -117,7 +146,6 @@ class _Run:
                 licence=config.licence,
                 recipe=self._recipe(drafter),
             )
-        self._report.curves = self._display.curves
         return trained
 
     def _build_ngram_table(self) -> None:
@@ -132,19 +160,24 @@ class _Run:
     def _recipe(self, drafter: TrainedSsm) -> dict[str, Any]:
         config = self._config
         origin = "the target's first layers" if config.start is None else f"drafters/{config.start.name}"
-        return {
-            "command": "treeserve train",
-            "data": {**read_about(self._data), **self._report.data},
+        return self._common_recipe(drafter.recipe, drafter.progress) | {
             "initialised_from": origin,
             "boost_tuned_among": config.ssms,
             "layers": config.layers,
+            "agreement": asdict(self._report.agreement[drafter.source]),
+        }
+
+    def _common_recipe(self, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+        config = self._config
+        return {
+            "command": "treeserve train",
+            "data": {**read_about(self._data), **self._report.data},
             "hard_weight": config.hard_weight,
             "max_context": config.max_context,
             "sequences_per_step": config.sequences_per_step,
             "seed": config.seed,
-            "optimiser": {**asdict(drafter.recipe), "name": "AdamW"},
-            "trained_on": {"sequences": drafter.progress.sequences, "outputs": drafter.progress.outputs},
-            "agreement": asdict(self._report.agreement[drafter.source]),
+            "optimiser": {**asdict(recipe), "name": "AdamW"},
+            "trained_on": {"sequences": progress.sequences, "outputs": progress.outputs},
         }
 
     def _follow(self, names: Sequence[str]) -> None:
@@ -152,10 +185,19 @@ class _Run:
         if not self._config.held_out or not names:
             return
         samples = list(islice(read_samples(self._data, split="validation"), self._config.held_out))
-        built = self._sources(names)
+        longest = max((len(sample.prompt_ids) + len(sample.output_ids) for sample in samples), default=1)
+        built = [self._fed(source, longest) for source in self._sources(names)]
         sources: list[DraftSource] = [*built, Together(built)] if len(built) > 1 else built
         for source in sources:
             self._report.trees[source.name] = {budget: follow(source, samples, budget) for budget in _BUDGETS}
+
+    def _fed(self, source: DraftSource, longest: int) -> DraftSource:
+        """A source that gets what it needs of the target along recordings of at most so many tokens."""
+        if not isinstance(source, FeatureDraftSource):
+            return source
+        config = self._config
+        features = TargetFeatures(self._model_folder, config.cache_dir, threads=config.threads, max_tokens=longest)
+        return FedWithFeatures(source, features)
 
     def _sources(self, names: Sequence[str]) -> list[DraftSource]:
         config, target = self._config, self._target

@@ -57,7 +57,7 @@ class Recipe:
     """
 
     sequences: int
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 2e-3
     warmup_steps: int = 50
     cooldown: float = 0.25
     clip: float = 1.0

@@ -15,13 +15,15 @@ Whether a tree is asked for at all is the verifier's to decide (its Pace): it kn
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from treeserve_core.tree import TokenTree
-from treeserve_speculator.learned_rates import DEEPEST, Factor, KindRates, Rate, extra_tokens, promise_of
+from treeserve_speculator.learned_rates import DEEPEST, Factor, KindRates, extra_tokens, promise_of
 from treeserve_speculator.presets import DEPTHS, PRESETS, WIDTHS, TextKind
 from treeserve_speculator.sequence import UNPRICED, DraftPrices, DraftSequence, TreeShape
 from treeserve_speculator.source_times import SourceTimes
@@ -34,7 +36,9 @@ _LOOKED_AT = 24  # first nodes of a cheap tree, which are its best
 _NEW_TEXT = 24.0  # tokens without a source that a new sequence starts with
 _DOUBT = 48.0  # tokens without a source that double its chances
 _CAUGHT_UP = 2 * DEEPEST  # tokens that a model may have to read first without its timing counting for less
-_MOST_MASS = 0.6
+_MOST_MASS = 0.9
+_LEVEL_NODES = 1.5  # that a level adds
+_NODES_SMOOTHING = 0.05
 _ROUND_TRIP_S = 0.0005  # on loopback
 
 
@@ -88,8 +92,14 @@ class _Memory:
         self.known.see(hit, rate.value)
         rate.see(hit)
 
-    def see_extra(self, depth: int, above: int, below: int, rank: int, *, on_known: bool) -> None:
-        """The cheap sources did not have the next token. `above` and `below`: who proposed the nodes of the visit."""
+    def see_extra(self, depth: int, above: int, below: int, expanded: int, rank: int, *, on_known: bool) -> None:
+        """The cheap sources did not have the next token.
+
+        Args:
+            above, below: who proposed the visited node, and its child that carries the token.
+            expanded: who proposed children of the node.
+            rank: of that child.
+        """
         tried = [a for a in self.asked if depth <= DEPTHS[a.depth] and (on_known or above & a.bit)]
         for asked in tried:
             hit = bool(below & asked.bit)
@@ -98,6 +108,8 @@ class _Memory:
             for width in range(asked.width + 1):
                 narrow_hit = hit and (width == asked.width or rank < WIDTHS[width])
                 rates.rate(self.promise, depth, width, on_known=on_known).see(narrow_hit)
+            if depth > 1 and expanded & asked.bit:
+                rates.deeper.see(hit)
             for other in tried:
                 if other is not asked and not below & other.bit:
                     self.kind.beyond[asked.name, other.name].see(hit)
@@ -115,7 +127,7 @@ class SourceChooser:
         self._times = {name: SourceTimes() for name in sources}
         self._costly: dict[str, int] = {}  # bit by name
         self._kinds: dict[TextKind, KindRates] = {}
-        self._nodes: dict[tuple[str, int], Rate] = {}
+        self._nodes: dict[tuple[str, int], float] = {}
         self._memories: dict[DraftSequence, _Memory] = {}
         self._prices = UNPRICED
         self._load = 1
@@ -171,6 +183,9 @@ class SourceChooser:
             return {}
         chosen, width, depth, rate = self._best(memory, candidates)
         memory.asked = tuple(_Asked(name, 1 << self._costly[name], width, depth) for name in chosen)
+        for name in candidates:
+            if name not in chosen:
+                memory.kind.sources[name].fade(memory.promise)
         return {name: self._shape(memory, name, width, depth, rate) for name in chosen}
 
     def _best(self, memory: _Memory, candidates: Sequence[str]) -> tuple[list[str], int, int, float]:
@@ -205,10 +220,11 @@ class SourceChooser:
         return chosen, width, depth, rate
 
     def _shape(self, memory: _Memory, name: str, width: int, depth: int, rate: float) -> TreeShape:
-        """A level pays if its nodes are followed, and their children right, more often than its time gives tokens."""
-        goes_on = memory.kind.sources[name].goes_on[width][2].value * memory.extra.value
-        level = self._times[name].seconds(width, self._load)[0] * self._per_second
-        return TreeShape(DEPTHS[depth], WIDTHS[width], min(_MOST_MASS, level * rate / max(goes_on, 0.1)))
+        """A level pays if its nodes are followed, and their children right, more often than its price gives tokens."""
+        first, two = self._times[name].seconds(width, self._load)[:2]
+        level_s = min(first, max(two - first, first / 2.0))
+        price = rate * (level_s * self._per_second + _LEVEL_NODES * self._prices.node)
+        return TreeShape(DEPTHS[depth], WIDTHS[width], min(_MOST_MASS, price / memory.kind.sources[name].deeper.value))
 
     def _costs(self, name: str, width: int) -> list[float]:
         """Time of a source and the price of its nodes by depth, in tokens of plain decoding."""
@@ -217,8 +233,7 @@ class SourceChooser:
 
     def _node_cost(self, name: str, index: int) -> float:
         """Price of the nodes that are worth verifying: of a source by depth, of the cheap ones by their promise."""
-        nodes = self._nodes.get((name, index))
-        return nodes.value * self._prices.node if nodes is not None else 0.0
+        return self._nodes.get((name, index), 0.0) * self._prices.node
 
     def took(self, name: str, sequences: Sequence[DraftSequence], seconds: float) -> None:
         """A source took so long for these sequences."""
@@ -251,7 +266,8 @@ class SourceChooser:
             self._count(asked.name, asked.depth, sum(1 for mask in extra if mask & asked.bit))
 
     def _count(self, name: str, index: int, nodes: int) -> None:
-        self._nodes.setdefault((name, index), Rate(nodes, 0.0)).see(nodes)
+        mean = self._nodes.setdefault((name, index), float(nodes))
+        self._nodes[name, index] += _NODES_SMOOTHING * (nodes - mean)
 
     def committed(self, sequence: DraftSequence, new_tokens: Sequence[int]) -> None:
         """The target committed these tokens; the sequence's latest tree, if it has one, is followed along them."""
@@ -270,7 +286,8 @@ class SourceChooser:
                 memory.see_known(depth, hit=bool(below & memory.known_mask))
             if not below & memory.known_mask:
                 rank = 0 if child is None else _rank(tree, node, child)
-                memory.see_extra(depth, above, below, rank, on_known=on_known)
+                expanded = functools.reduce(operator.or_, (masks[c] for c in tree.children[node]), 0)
+                memory.see_extra(depth, above, below, expanded, rank, on_known=on_known)
             if child is None:
                 return
             node = child

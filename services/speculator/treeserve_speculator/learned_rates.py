@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from treeserve_speculator.presets import DEPTHS, WIDTHS, DraftPreset
@@ -11,6 +12,8 @@ NUM_PROMISES = 5
 
 _MEMORY = 400.0  # visits that count; older ones fade
 _PRIOR_VISITS = 6.0
+_FADING = 0.998
+_CURIOSITY = 0.5  # standard deviations
 _KNOWN_PRIOR = (0.05, 0.35, 0.5, 0.65, 0.8)  # by promise
 _PROMISES = (0.2, 0.6, 1.2, 2.5)
 _DEEPER = 0.8  # beyond a preset's depth, so much of its probability: what easy text can make up for
@@ -24,18 +27,32 @@ _FACTOR_BOUNDS = (0.1, 2.5)
 
 
 class Rate:
-    """A mean of what was seen, the newest counting most; a prior counts as so many sightings."""
+    """How often something comes true, the newest sightings counting most; a prior counts as so many.
 
-    __slots__ = ("value", "weight")
+    Attributes:
+        upper: what it may well be, given how little was seen: choosing by that tries what is not known.
+    """
 
-    def __init__(self, value: float, weight: float = _PRIOR_VISITS) -> None:
+    __slots__ = ("_weight", "upper", "value")
+
+    def __init__(self, value: float) -> None:
         self.value = value
-        self.weight = weight
+        self._weight = _PRIOR_VISITS
+        self._bound()
 
-    def see(self, value: float) -> None:
+    def see(self, hit: bool) -> None:
         """One more sighting."""
-        self.weight = min(self.weight + 1.0, _MEMORY)
-        self.value += (value - self.value) / self.weight
+        self._weight = min(self._weight + 1.0, _MEMORY)
+        self.value += (hit - self.value) / self._weight
+        self._bound()
+
+    def fade(self) -> None:
+        """It could have been tried and was not."""
+        self._weight = max(_PRIOR_VISITS, _FADING * self._weight)
+        self._bound()
+
+    def _bound(self) -> None:
+        self.upper = self.value + _CURIOSITY * math.sqrt(max(self.value * (1.0 - self.value), 0.04) / self._weight)
 
 
 class Factor:
@@ -71,6 +88,7 @@ class SourceRates:
         joins: by width, promise, and whether at the root or deeper: it has the token on a path that the cheap sources
             knew up to here, where they have not.
         goes_on: by width and depth: it has the next token on a path that is its own.
+        deeper: the same below the first level, of the nodes it expanded.
     """
 
     def __init__(self, preset: DraftPreset, source: str, sampled: bool) -> None:
@@ -78,6 +96,7 @@ class SourceRates:
         self.joins = [[[Rate(right), Rate(right)] for _ in range(NUM_PROMISES)] for _ in WIDTHS]
         by_depth = [right if depth <= preset.depth else right * _DEEPER for depth in range(DEEPEST + 1)]
         self.goes_on = [[Rate(p) for p in by_depth] for _ in WIDTHS]
+        self.deeper = Rate(right)
 
     def rate(self, promise: int, depth: int, width: int, *, on_known: bool) -> Rate:
         """The rate of a visit: `width` is an index of WIDTHS, depth that of the token looked for."""
@@ -85,9 +104,16 @@ class SourceRates:
             return self.joins[width][promise][depth > 1]
         return self.goes_on[width][depth]
 
+    def fade(self, promise: int) -> None:
+        """The source was not asked."""
+        for by_promise in self.joins:
+            by_promise[promise][0].fade()
+
     def scaled(self, promise: int, width: int, factor: float, most: float = 1.0) -> tuple[list[float], list[float]]:
-        """joins at the root and deeper, and goes_on by depth, each at most `most`, times a factor."""
-        return _scaled(self.joins[width][promise], factor, most), _scaled(self.goes_on[width], factor, most)
+        """What joins (at the root, deeper) and goes_on (by depth) may be, each at most `most`, times a factor."""
+        top = min(_SURE, most * factor)
+        joins = [min(top, rate.upper * factor) for rate in self.joins[width][promise]]
+        return joins, [min(top, rate.value * factor) for rate in self.goes_on[width]]
 
 
 class KindRates:
@@ -112,8 +138,8 @@ class KindRates:
     def known_path(self, promise: int, factor: float) -> list[float]:
         """K_0 to K_DEEPEST."""
         reached, path = 1.0, [1.0]
-        for rate in _scaled(self.known[promise][1:], factor):
-            reached *= rate
+        for rate in self.known[promise][1:]:
+            reached *= min(_SURE, rate.value * factor)
             path.append(reached)
         return path
 
@@ -134,12 +160,6 @@ def extra_tokens(known_path: Sequence[float], joins: Sequence[float], goes_on: S
         total += reached
         tokens.append(total)
     return tokens
-
-
-def _scaled(rates: Sequence[Rate], factor: float, most: float = 1.0) -> list[float]:
-    values = [rate.value * factor for rate in rates]
-    top = min(_SURE, most * factor)
-    return values if max(values) <= top else [min(value, top) for value in values]
 
 
 def promise_of(expected_tokens: float) -> int:

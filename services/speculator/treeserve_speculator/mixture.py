@@ -31,7 +31,8 @@ _TRUST, _SILENT, _SILENT_TRUST, _PER_SOURCE = (_RANK + RANK_CLASSES + i for i in
 _DEEP_FROM = 4
 # Prior weights. Sources agree more often by looking at the same thing than by chance: two claims count less than twice.
 _PRIOR_BIAS, _PRIOR_ODDS, _PRIOR_TRUST, _PRIOR_SILENT = -0.2, 0.8, 1.0, -1.0
-_TRUST_GAIN, _TRUST_DECAY, _TRUST_SLOPE = 0.25, 0.1, 0.7
+# Trust follows the last ten or so visits; what is claimed counts for less than it says.
+_TRUST_GAIN, _TRUST_DECAY, _CLAIM_SLOPE = 0.25, 0.1, 0.7
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,18 @@ class MixedSequence:
         trust: for each source (by its mask) how much more often its first children were right here than it said.
         places: where the tokens committed since have led in its last trees.
         depth: of that place.
+        is_greedy: whether the target took its most probable token for them.
     """
 
     trust: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     places: _Places = ()
     depth: int = 0
     is_greedy: bool = True
+
+    def see(self, mask: int, odds: float, *, was_right: bool) -> None:
+        """A source's first child was right or not, for which it claimed these log-odds."""
+        surprise = was_right - probability(_CLAIM_SLOPE * odds)
+        self.trust[mask] += _TRUST_GAIN * surprise - _TRUST_DECAY * self.trust[mask]
 
 
 @dataclass(frozen=True)
@@ -179,11 +186,9 @@ class Mixture:
             observations.append((features, p, candidate == token_id))
         model.learn(observations)
         for opinion, node in sequence.places:
-            ids = opinion.children[node]
-            if ids:
-                right = next((rank for rank, child in enumerate(ids) if opinion.token_ids[child] == token_id), None)
-                trust, said = sequence.trust[opinion.mask], probability(_TRUST_SLOPE * opinion.odds[ids[0]])
-                sequence.trust[opinion.mask] = trust + _TRUST_GAIN * ((right == 0) - said) - _TRUST_DECAY * trust
+            if opinion.children[node]:
+                first = opinion.children[node][0]
+                sequence.see(opinion.mask, opinion.odds[first], was_right=opinion.token_ids[first] == token_id)
 
     def model(self, is_greedy: bool, masks: tuple[int, ...]) -> OnlineLogistic:
         """The model for nodes that these sources expand."""

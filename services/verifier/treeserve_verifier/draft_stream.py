@@ -111,7 +111,9 @@ class DraftStream:
         self._wake.set()
 
     def _next_update(self) -> verifier_pb2.DraftUpdate:
-        update = verifier_pb2.DraftUpdate(released=self._released)
+        now = self._prices()
+        prices = verifier_pb2.DraftPrices(token_us=now.token_s * 1e6, node=now.node)
+        update = verifier_pb2.DraftUpdate(released=self._released, prices=prices)
         self._released = []
         size = 0
         while self._commits and size < _FULL_FRAME_BYTES:

@@ -6,23 +6,18 @@ process cannot be held off here; such a source belongs in a speculator of its ow
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import structlog
 
 from treeserve_core.acceptance import AcceptanceRule
-from treeserve_core.errors import InvalidTreeError
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import DraftSource
-from treeserve_speculator.sources.refusal import RefusedTreeError, checked_tree
+from treeserve_speculator.sources.source_thread import Ask, SourceThread
 
 _MAX_REST_S = 1.0
 
@@ -42,17 +37,6 @@ class Isolation:
     budget_s: float = 0.02
     hang_s: float = 2.0
     max_hangs: int = 3
-
-
-@dataclass(eq=False)
-class _Ask:
-    """Trees asked for together. The worker fills them in one by one; `expired` tells it to leave the rest."""
-
-    wanted: tuple[tuple[DraftSequence, int], ...]
-    asked_at: float
-    trees: list[TokenTree | None] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    expired: bool = False
 
 
 class IsolatedSource:
@@ -86,9 +70,9 @@ class IsolatedSource:
         self._clock_s = clock_s
         self._vocab_size = vocab_size
         self._metrics = metrics
-        self._worker: _Worker | None = self._new_worker(lambda: source)
+        self._worker: SourceThread | None = self._new_worker(lambda: source)
         self._known: set[DraftSequence] = set()  # to the worker
-        self._ask: _Ask | None = None
+        self._ask: Ask | None = None
         self._hangs = 0
         self._late_in_a_row = 0
         self._rests_until = 0.0
@@ -121,7 +105,7 @@ class IsolatedSource:
         for state, _ in wanted:
             if state not in self._known:
                 self._introduce(worker, state)
-        ask = self._ask = _Ask(tuple(wanted), now)
+        ask = self._ask = Ask(tuple(wanted), now)
         worker.propose(ask)
         if ask.done.wait(self._isolation.budget_s):
             self._late_in_a_row = 0
@@ -138,7 +122,7 @@ class IsolatedSource:
             if self._worker is not None:
                 self._worker.close(state)
 
-    def _ready_worker(self, now: float) -> _Worker | None:
+    def _ready_worker(self, now: float) -> SourceThread | None:
         """The worker if it has nothing left to answer and does not rest; one that hangs is replaced."""
         if self._ask is not None and not self._ask.done.is_set():
             if now - self._ask.asked_at < self._isolation.hang_s:
@@ -146,19 +130,15 @@ class IsolatedSource:
             self._replace_worker()
         return self._worker if now >= self._rests_until else None
 
-    def _new_worker(self, make: Callable[[], DraftSource]) -> _Worker:
-        return _Worker(self.name, make, self._vocab_size, self._count)
+    def _new_worker(self, make: Callable[[], DraftSource]) -> SourceThread:
+        return SourceThread(self.name, make, self._vocab_size, self._count)
 
     def _count(self, reason: str) -> None:
         self._metrics.source_faults.labels(self.name, reason).inc()
 
-    def _introduce(self, worker: _Worker, state: DraftSequence) -> None:
+    def _introduce(self, worker: SourceThread, state: DraftSequence) -> None:
         self._known.add(state)
-        # Acceptance that draws uniforms is unbiased only if no drafter can know them.
-        hidden = state.acceptance is AcceptanceRule.MULTI_STEP
-        sampling = replace(state.sampling, seed=0) if hidden else state.sampling
-        copy = replace(state, tokens=list(state.tokens), sampling=sampling, source_state={}, disabled=set())
-        worker.open(state, copy)
+        worker.open(state, _copied(state))
 
     def _rest(self) -> None:
         self._count("late")
@@ -181,120 +161,17 @@ class IsolatedSource:
             self._worker = None
 
 
-class _Worker:
-    """One instance of a source and the only thread that calls it. Methods put calls in line and return at once."""
-
-    def __init__(
-        self, name: str, make: Callable[[], DraftSource], vocab_size: int, count: Callable[[str], None]
-    ) -> None:
-        self._name = name
-        self._vocab_size = vocab_size
-        self._count = count
-        self._calls: queue.SimpleQueue[Callable[[DraftSource], None]] = queue.SimpleQueue()
-        self._copies: dict[DraftSequence, DraftSequence] = {}
-        self._given_up = False
-        self._thread = threading.Thread(target=self._run, args=(make,), name=f"source {name}", daemon=True)
-        self._thread.start()
-
-    def open(self, state: DraftSequence, copy: DraftSequence) -> None:
-        """Introduce a sequence by its copy."""
-
-        def call(source: DraftSource) -> None:
-            self._copies[state] = copy
-            self._guarded(source, state, partial(source.open, copy))
-
-        self._calls.put(call)
-
-    def commit(self, state: DraftSequence, tokens: tuple[int, ...], top_tokens: tuple[tuple[int, ...], ...]) -> None:
-        """Advance a sequence."""
-
-        def call(source: DraftSource) -> None:
-            self._guarded(source, state, partial(self._commit, source, state, tokens, top_tokens))
-
-        self._calls.put(call)
-
-    def propose(self, ask: _Ask) -> None:
-        """Answer an ask."""
-
-        def call(source: DraftSource) -> None:
-            for state, budget in ask.wanted:
-                if ask.expired:
-                    break
-                ask.trees.append(self._guarded(source, state, partial(self._propose, source, state, budget)))
-            ask.done.set()
-
-        self._calls.put(call)
-
-    def close(self, state: DraftSequence) -> None:
-        """Forget a sequence."""
-
-        def call(source: DraftSource) -> None:
-            if state in self._copies:
-                self._drop(source, state)
-
-        self._calls.put(call)
-
-    def give_up(self) -> None:
-        """Expect nothing more. The thread ends when its present call does; Python code is interrupted sooner."""
-        self._given_up = True
-        self._calls.put(lambda source: None)
-        thread_id = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))
-
-    def _run(self, make: Callable[[], DraftSource]) -> None:
-        source = self._built(make)
-        while source is not None and not self._given_up:
-            self._calls.get()(source)
-
-    def _built(self, make: Callable[[], DraftSource]) -> DraftSource | None:
-        try:
-            return make()
-        except BaseException as error:
-            self._count("raised")
-            _log.error("draft source cannot be built again", source=self._name, error=repr(error))
-            return None  # nothing is answered: the next thread tries again
-
-    def _commit(
-        self,
-        source: DraftSource,
-        state: DraftSequence,
-        tokens: tuple[int, ...],
-        top_tokens: tuple[tuple[int, ...], ...],
-    ) -> None:
-        copy = self._copies[state]
-        copy.tokens.extend(tokens)
-        source.commit(copy, tokens, top_tokens)
-
-    def _propose(self, source: DraftSource, state: DraftSequence, budget: int) -> TokenTree | None:
-        copy = self._copies[state]
-        root_token = copy.tokens[-1]
-        answer = source.propose(copy, budget)
-        return None if answer is None else checked_tree(answer, root_token, self._vocab_size).pruned(budget)
-
-    def _guarded(
-        self, source: DraftSource, state: DraftSequence, call: Callable[[], TokenTree | None]
-    ) -> TokenTree | None:
-        """The call's result. A sequence on which it fails is closed; not even an attempt to exit gets further."""
-        if state not in self._copies or self._given_up:
-            return None
-        try:
-            return call()
-        except BaseException as error:
-            if self._given_up:
-                return None
-            self._count(_reason(error))
-            _log.warning("draft source failed on a sequence", source=self._name, error=repr(error))
-        self._drop(source, state)
-        return None
-
-    def _drop(self, source: DraftSource, state: DraftSequence) -> None:
-        try:
-            source.close(self._copies.pop(state))
-        except BaseException as error:
-            _log.warning("draft source failed to close a sequence", source=self._name, error=repr(error))
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, RefusedTreeError):
-        return error.reason
-    return "structure" if isinstance(error, InvalidTreeError) else "raised"
+def _copied(state: DraftSequence) -> DraftSequence:
+    """What a source may know of a sequence, sharing nothing with it that could be changed."""
+    # Acceptance that draws uniforms is unbiased only if no drafter can know them.
+    seed = 0 if state.acceptance is AcceptanceRule.MULTI_STEP else state.sampling.seed
+    return DraftSequence(
+        handle=state.handle,
+        tokens=list(state.tokens),
+        prompt_len=state.prompt_len,
+        sampling=replace(state.sampling, seed=seed, logit_bias=dict(state.sampling.logit_bias)),
+        budget=state.budget,
+        acceptance=state.acceptance,
+        tenant=state.tenant,
+        preset=state.preset,
+    )

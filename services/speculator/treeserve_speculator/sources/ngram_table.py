@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,21 @@ from treeserve_speculator.sources.ngram_table_file import NgramTable, Successors
 
 _MAX_DEPTH = 8
 _DRAWN_WIDTH = 4
+_UNEXPANDED = -1
+_EVEN_CHANCE = math.log(0.5)
 # Hotter requests are drafted for as if they were this hot: there is little to guess, and exp must not overflow.
 _MAX_TEMPERATURE = 8.0
+
+
+class _Node(NamedTuple):
+    """A node of a growing tree. Its context are the tokens up to it, the latest first."""
+
+    token_id: int
+    parent: int
+    depth: int
+    log_prob: float
+    path_log_prob: float
+    context: tuple[int, ...]
 
 
 class NgramTableSource:
@@ -81,46 +95,41 @@ class NgramTableSource:
             sampling = replace(sampling, temperature=0.0)
         seen: set[int] = state.source_state[self.name]
         least, context_len = math.log(self._min_probability), self._table.max_order
-        token_ids, parents, depths, log_probs = [state.tokens[-1]], [-1], [0], [0.0]
-        contexts = [tuple(state.tokens[: -context_len - 1 : -1])]
-        path_log_probs, children = [0.0], [self._children(contexts[0], seen, sampling, len(state.tokens))]
-        # (-path log-probability, parent, rank): rank r + 1 enters when rank r leaves, so it stays small.
-        heap: list[tuple[float, int, int]] = []
-
-        def offer(parent: int, rank: int) -> None:
-            if rank < len(children[parent]):
-                path_log_prob = path_log_probs[parent] + children[parent][rank][0]
+        nodes = [_Node(state.tokens[-1], -1, 0, 0.0, 0.0, tuple(state.tokens[: -context_len - 1 : -1]))]
+        children: dict[int, list[tuple[float, int]]] = {}
+        # (-path log-probability, parent, rank): rank r + 1 enters when rank r leaves, so it stays small. A node enters
+        # unexpanded, as if its best child had an even chance: most of the last ones need never be looked up.
+        heap: list[tuple[float, int, int]] = [(0.0, 0, _UNEXPANDED)]
+        while heap and len(nodes) <= budget:
+            _, parent, rank = heapq.heappop(heap)
+            above = nodes[parent]
+            if rank == _UNEXPANDED:
+                children[parent] = self._children(above.context, seen, sampling, len(state.tokens) + above.depth)
+            else:
+                log_prob, token_id = children[parent][rank]
+                path_log_prob, context = above.path_log_prob + log_prob, (token_id, *above.context[: context_len - 1])
+                nodes.append(_Node(token_id, parent, above.depth + 1, log_prob, path_log_prob, context))
+                if path_log_prob + _EVEN_CHANCE >= least and self._may_expand(nodes[-1]):
+                    heapq.heappush(heap, (-path_log_prob - _EVEN_CHANCE, len(nodes) - 1, _UNEXPANDED))
+            if rank + 1 < len(children[parent]):
+                path_log_prob = above.path_log_prob + children[parent][rank + 1][0]
                 if path_log_prob >= least:
-                    heapq.heappush(heap, (-path_log_prob, parent, rank))
+                    heapq.heappush(heap, (-path_log_prob, parent, rank + 1))
+        return TokenTree(
+            tuple(node.token_id for node in nodes),
+            tuple(node.parent for node in nodes),
+            tuple(node.log_prob for node in nodes),
+        )
 
-        offer(0, 0)
-        while heap:
-            negative, parent, rank = heapq.heappop(heap)
-            log_prob, token_id = children[parent][rank]
-            node, depth = len(token_ids), depths[parent] + 1
-            token_ids.append(token_id)
-            parents.append(parent)
-            log_probs.append(log_prob)
-            if node == budget:
-                break
-            depths.append(depth)
-            path_log_probs.append(-negative)
-            contexts.append((token_id, *contexts[parent][: context_len - 1]))
-            expanded = depth < self._max_depth and token_id not in self._eos_token_ids
-            children.append(
-                self._children(contexts[node], seen, sampling, len(state.tokens) + depth) if expanded else []
-            )
-            offer(parent, rank + 1)
-            offer(node, 0)
-        return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs))
+    def _may_expand(self, node: _Node) -> bool:
+        return node.depth < self._max_depth and node.token_id not in self._eos_token_ids
 
     def _children(
         self, latest_first: tuple[int, ...], seen: set[int], sampling: SamplingParams, position: int
     ) -> list[tuple[float, int]]:
         """What may follow a context: log-probabilities and tokens, the most probable first."""
         found = self._table.successors(latest_first)
-        weights = self._weights(found, seen)
-        rest = found.rest
+        weights, rest = self._weights(found, seen), found.rest
         if not sampling.is_greedy:
             calibration, temperature = self._table.calibration, min(sampling.temperature, _MAX_TEMPERATURE)
             power = calibration.noise * temperature
@@ -128,8 +137,8 @@ class NgramTableSource:
             weights = [weight * math.exp(power * g) for weight, g in zip(weights, noise, strict=True)]
             rest *= math.exp(calibration.rest_noise * temperature)
         total = rest + sum(weights)
-        ranked = sorted(zip(weights, found.token_ids, strict=True), key=_by_weight)
-        return [(math.log(weight / total), token_id) for weight, token_id in ranked]
+        ranked = sorted((-weight, token_id) for weight, token_id in zip(weights, found.token_ids, strict=True))
+        return [(math.log(-negative / total), token_id) for negative, token_id in ranked]
 
     def _weights(self, found: Successors, seen: set[int]) -> list[float]:
         again = self._table.calibration.again
@@ -158,11 +167,6 @@ class NgramTableSource:
         order = np.argsort(ids)
         logits = np.log(np.array(self._weights(found, seen)))[order].astype(np.float32)
         return draw_children(logits, state.sampling, len(state.tokens) + depth, count, ids[order])
-
-
-def _by_weight(entry: tuple[float, int]) -> tuple[float, int]:
-    weight, token_id = entry
-    return -weight, token_id
 
 
 def build(settings: SourceSettings) -> NgramTableSource:
