@@ -114,6 +114,12 @@ def test_generate_passes_its_options_on(client: type[FakeClient]) -> None:
     assert client.address == "unix:/x"
 
 
+def test_a_preset_is_passed_on_and_an_unknown_one_refused(client: type[FakeClient]) -> None:
+    assert invoke("generate", "--prompt", "hi", "--preset", "code").exit_code == 0
+    assert client.params["preset"] == "code"
+    assert invoke("generate", "--prompt", "hi", "--preset", "poem").exit_code == 2
+
+
 def test_chat_sends_messages(client: type[FakeClient]) -> None:
     invoke("generate", "--prompt", "hi", "--chat")
     assert client.params["messages"] == [{"role": "user", "content": "hi"}]

@@ -141,16 +141,18 @@ def data(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rule_data(tmp_path_factory.mktemp("data"), Tokenizer.from_folder(tiny_model).hash)
 
 
-def test_the_command_trains_exports_and_follows(tiny_model: Path, data: Path, cache: Path, tmp_path: Path) -> None:
-    config = _config(tiny_model, data, cache, tmp_path, sequences=400)
+def test_the_command_trains_exports_and_follows(
+    tiny_model: Path, data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_model, "_NORM_SCALE", 1.0)  # a tiny target's norm is not made for its last layer
+    config = _config(tiny_model, data, cache, tmp_path, sequences=1600)
     assert training.train(config, Console(quiet=True))
     held = DrafterFolder.read(config.out_folder)
-    assert held.sources["head"].recipe["trained_on"]["sequences"] >= 400
+    assert held.sources["head"].recipe["trained_on"]["sequences"] >= 1600
     file = HeadFile.read(held.file("head", cache), cache)
     assert file.shape == FeatureShape.of_model(2, 48) and len(file.token_ids) == 220
     report = json.loads((config.work_folder / "report.json").read_text())
-    lengths = [modes["acceptance_length"] for modes in report["acceptance"]["head"]["8"].values()]
-    assert max(lengths) > 1.5, "the rule is easy"
+    assert report["acceptance"]["head"]["8"]["acceptance_length"] > 2.0, "the rule is easy"
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(
@@ -159,7 +161,9 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(
     def run(folder: str, stop_at: int | None) -> dict[str, torch.Tensor] | None:
         config = _config(tiny_model, data, cache, tmp_path / folder, sequences=96)
         seen: list[int] = []
-        watch = Supervision(lambda _: None, lambda *args: seen.append(args[2].step), lambda: seen[-1] == stop_at)
+        watch = Supervision(
+            lambda _: None, lambda *args: seen.append(args[2].step), lambda *_: None, lambda: seen[-1] == stop_at
+        )
         done = train_head(config, tiny_model, data, watch)
         return None if done is None else done.model.state_dict()
 
@@ -174,6 +178,6 @@ def test_a_target_that_shows_no_features_is_refused(
     tiny_model: Path, data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treeserve_engine.native_model.NativeModel.feature_shape", FeatureShape((), 48))
-    watch = Supervision(lambda _: None, lambda *_: None, lambda: False)
+    watch = Supervision(lambda _: None, lambda *_: None, lambda *_: None, lambda: False)
     with pytest.raises(InvalidArgumentError, match="hidden states"):
         head_training.train_head(_config(tiny_model, data, cache, tmp_path), tiny_model, data, watch)

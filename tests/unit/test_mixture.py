@@ -64,7 +64,9 @@ def source_trees(draw: st.DrawFn, mask: int) -> TokenTree:
 
 class TestShape:
     @given(source_trees(A), source_trees(B), st.integers(1, 10), st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.4]))
-    def test_it_is_the_best_of_the_union(self, a: TokenTree, b: TokenTree, nodes: int, depth: int, least: float) -> None:
+    def test_it_is_the_best_of_the_union(
+        self, a: TokenTree, b: TokenTree, nodes: int, depth: int, least: float
+    ) -> None:
         everything = _mix(a, b, bounds=MixBounds(64, depth))
         tree = _mix(a, b, bounds=MixBounds(nodes, depth, least))
         union = {_path(t, i) for t in (a, b) for i in range(1, len(t)) if t.depths[i] <= depth}

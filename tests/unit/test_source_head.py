@@ -155,7 +155,8 @@ def test_a_tree_is_what_training_computes(source, model, vocabulary, first, monk
         for drafted in range(3):
             expected = training_logits(model, vocabulary, [*tokens, *path], first, drafted)
             alike = np.corrcoef(expected, logits)[0, 1]
-            assert alike > 0.93 if drafted == len(path) else alike < 0.9, (path, drafted, alike)
+            is_its_pass = drafted == len(path)
+            assert (alike > 0.8) == is_its_pass, (path, drafted, alike)
 
 
 def path_to(growth: TreeGrowth, node: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from treeserve_engine.next_token import next_token
 from treeserve_engine.processors import TokenContext
 from treeserve_engine.runner import ModelRunner
 from treeserve_speculator.config import SpeculatorConfig
-from treeserve_speculator.sequence import DraftSequence
+from treeserve_speculator.sequence import DraftPrices, DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_speculator.sources.ssm import SsmLimits, SsmSource
@@ -148,6 +149,17 @@ def test_a_long_life_proposes_the_same_as_a_fresh_start(drafting: Drafting, samp
             _advance(drafting, state, _prompt(rng.randrange(1, 20), seed=step))
     drafting.source.close(state)
     assert drafting.runner.blocks.free_blocks == drafting.runner.blocks.total_blocks
+
+
+def test_nodes_below_their_price_are_not_expanded(drafting: Drafting) -> None:
+    state = drafting.open(_prompt(9))
+    everything = drafting.source.propose(state, 12)
+    assert everything is not None
+    paths = sorted(everything.path_log_probs[i] for i in range(1, len(everything)) if everything.children[i])
+    state.prices = DraftPrices(node=math.exp(sum(paths[-2:]) / 2))  # between the two that are likeliest
+    tree = drafting.source.propose(state, 12)
+    assert tree is not None
+    assert [i for i in range(1, len(tree)) if tree.children[i]] == [tree.child(0, _best_path(everything)[0])]
 
 
 def test_asking_twice_gives_the_same(drafting: Drafting) -> None:

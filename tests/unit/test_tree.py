@@ -188,3 +188,12 @@ def test_pruning_a_tree_that_fits_returns_it() -> None:
 def test_subtree_refuses_orphans() -> None:
     with pytest.raises(InvalidTreeError, match="without its parent"):
         TokenTree.chain([1, 2, 3]).subtree([2])
+
+
+@given(trees(root=0), trees(root=0), st.integers(0, 8), st.lists(st.integers(0, 3), max_size=3))
+def test_what_is_made_of_sound_trees_is_sound(a: TokenTree, b: TokenTree, max_nodes: int, path: list[int]) -> None:
+    """These operations do not check what they make; the constructor does."""
+    for tree in (merge([a, b]), a.pruned(max_nodes, 3), a.rerooted(path)):
+        if tree is not None:
+            checked = TokenTree(tree.token_ids, tree.parents, tree.log_probs, tree.source_masks, tree.draws)
+            assert checked == tree and hash(checked) == hash(tree)

@@ -79,8 +79,8 @@ def index_tokens(
     ranks = tokens.astype(np.int64)
     length = 1
     while length < depth:
-        keys = ranks * (int(ranks.max()) + 2)
-        keys[length:] += ranks[:-length] + 1
+        keys = ranks * (int(ranks.max()) + 1)
+        keys[length:] += ranks[:-length]  # before the first separator nothing matters
         ranks = _ranked(keys)
         length *= 2
     separator = vocab_size

@@ -30,11 +30,12 @@ def export_head(
         InvalidArgumentError: if the folder holds drafters of another target, or a weight is not finite.
     """
     drafters = open_for_writing(folder, target, licence)
+    from_features, from_hidden = model.projections()
     content = HeadFile(
         shape=model.shape,
         token_ids=vocabulary.token_ids,
-        from_features=pack_tensors(LinearTensors(model.from_features.detach())),
-        from_hidden=pack_tensors(LinearTensors(model.from_hidden.detach())),
+        from_features=pack_tensors(from_features),
+        from_hidden=pack_tensors(from_hidden),
         layer=pack_layer(model.layer_tensors()),
         norm=model.norm.detach().numpy(),
         head=pack_tensors(LinearTensors(model.head.detach())),

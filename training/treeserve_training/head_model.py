@@ -78,11 +78,13 @@ class HeadModel(nn.Module):
         self._decay = decay
         self.register_buffer("embedding", embedding, persistent=False)
         hidden, depths = config.hidden_size, len(shape.layers)
-        scale = float(embedding.float().pow(2).mean().sqrt())
-        identity = torch.eye(hidden) * scale
-        noise = scale * _FIRST_FEATURES * hidden**-0.5
-        self.from_features = nn.Parameter(torch.cat((torch.randn(hidden, depths * hidden) * noise, identity), 1))
-        self.from_hidden = nn.Parameter(torch.cat((torch.randn(hidden, hidden) * noise, identity), 1))
+        # Apart from the weights, whose numbers an optimiser's steps would else outweigh.
+        self._scale = float(embedding.float().pow(2).mean().sqrt())
+        noise = _FIRST_FEATURES * hidden**-0.5
+        self.from_features = nn.Parameter(
+            torch.cat((torch.randn(hidden, depths * hidden) * noise, torch.eye(hidden)), 1)
+        )
+        self.from_hidden = nn.Parameter(torch.cat((torch.randn(hidden, hidden) * noise, torch.eye(hidden)), 1))
         self.layer = SsmLayer(config, layer)
         self.norm = nn.Parameter(norm)
         self.head = nn.Parameter(head)
@@ -146,7 +148,7 @@ class HeadModel(nn.Module):
         embedded = _unit(self.embedding.index_select(0, batch.token_ids).float())
         features = _unit(batch.features.float()).flatten(1)
         cos, sin = (table[batch.positions].unsqueeze(1).to(_TRAINING_DTYPE) for table in (self._cos, self._sin))
-        x = functional.linear(_joined(features, embedded), self.from_features.to(_TRAINING_DTYPE)).float()
+        x = self._entering(features, embedded, self.from_features)
         passes: list[_Pass] = []
         outputs = []
         for _ in range(self._passes):
@@ -154,8 +156,12 @@ class HeadModel(nn.Module):
             normed = functional.rms_norm(last.index_select(0, batch.rows), self.norm.shape, self.norm, self._epsilon)
             outputs.append(normed.to(_TRAINING_DTYPE))
             before = torch.cat((torch.zeros_like(last[:1]), last[:-1]))
-            x = functional.linear(_joined(_unit(before), embedded), self.from_hidden.to(_TRAINING_DTYPE)).float()
+            x = self._entering(_unit(before), embedded, self.from_hidden)
         return outputs
+
+    def _entering(self, before: torch.Tensor, embedded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inputs = torch.cat((before, embedded), 1).to(_TRAINING_DTYPE)
+        return functional.linear(inputs, weight.to(_TRAINING_DTYPE)).float() * self._scale
 
     @property
     def _epsilon(self) -> float:
@@ -208,6 +214,11 @@ class HeadModel(nn.Module):
             mixed = mixed + weights[..., n + j : n + j + 1] * v.permute(1, 0, 2).unsqueeze(1)
         return mixed.permute(2, 0, 1, 3).reshape(n, -1)
 
+    def projections(self) -> tuple[LinearTensors, LinearTensors]:
+        """`from_features` and `from_hidden` as the engine takes them, float32."""
+        scaled = (weight.detach() * self._scale for weight in (self.from_features, self.from_hidden))
+        return LinearTensors(next(scaled)), LinearTensors(next(scaled))
+
     def layer_tensors(self) -> LayerTensors:
         """The layer as the engine takes it, float32."""
         layer = self.layer
@@ -226,10 +237,6 @@ class HeadModel(nn.Module):
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """Each vector at a root mean square of 1."""
     return functional.rms_norm(x, x.shape[-1:], eps=_EPSILON)
-
-
-def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return torch.cat((first, second), 1).to(_TRAINING_DTYPE)
 
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ output that was recorded without it. No verifier is needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treeserve_core.sampling import SamplingParams
@@ -87,25 +87,28 @@ class Together:
             source.close(state)
 
 
-def follow(source: DraftSource, samples: Iterable[Sample], budget: int) -> dict[tuple[str, str], Tally]:
-    """Draft along recorded outputs.
+def follow(source: DraftSource, samples: Iterable[Sample], budget: int) -> dict[str, Tally]:
+    """Draft along recorded greedy outputs.
+
+    Sampled ones tell nothing here: a drafter knows the noise that a request's seed gives, and training data are drawn
+    with other noise.
 
     Args:
+        samples: those of another temperature than 0 are left out.
         budget: nodes of a tree, the root not counted.
 
     Returns:
-        A tally for each mode, "greedy" or "sampled", and kind of sample.
+        A tally for each kind of sample.
     """
-    tallies: dict[tuple[str, str], Tally] = {}
+    tallies: dict[str, Tally] = {}
     for handle, sample in enumerate(samples):
-        mode = "greedy" if sample.temperature == 0.0 else "sampled"
-        _follow_one(source, sample, handle, budget, tallies.setdefault((mode, sample.kind), Tally()))
+        if sample.temperature == 0.0:
+            _follow_one(source, sample, handle, budget, tallies.setdefault(sample.kind, Tally()))
     return tallies
 
 
 def _follow_one(source: DraftSource, sample: Sample, handle: int, budget: int, tally: Tally) -> None:
-    sampling = SamplingParams(temperature=sample.temperature, seed=sample.seed)
-    state = DraftSequence(handle, list(sample.prompt_ids), len(sample.prompt_ids), sampling, budget)
+    state = DraftSequence(handle, list(sample.prompt_ids), len(sample.prompt_ids), SamplingParams(), budget)
     left = list(sample.output_ids)
     source.open(state)
     try:
@@ -141,14 +144,13 @@ def _ranked(tree: TokenTree, node: int) -> list[int]:
     return sorted(tree.children[node], key=lambda child: -tree.path_log_probs[child])
 
 
-def together(tallies: Mapping[tuple[str, str], Tally], mode: str) -> Tally:
-    """All kinds of a mode."""
+def together(tallies: Iterable[Tally]) -> Tally:
+    """The sum of several tallies."""
     total = Tally()
-    for (of_mode, _), tally in tallies.items():
-        if of_mode == mode:
-            total.steps += tally.steps
-            total.tokens += tally.tokens
-            total.nodes += tally.nodes
-            total.reached += tally.reached
-            total.found += tally.found
+    for tally in tallies:
+        total.steps += tally.steps
+        total.tokens += tally.tokens
+        total.nodes += tally.nodes
+        total.reached += tally.reached
+        total.found += tally.found
     return total

@@ -21,6 +21,7 @@ from treeserve_speculator.sources.ngram_table_file import (
     BYTES_PER_CONTEXT,
     EMPTY_CONTEXT,
     FILE_OVERHEAD,
+    MAX_SUCCESSORS,
     NgramTable,
     TableEntries,
     TableIdentity,
@@ -50,15 +51,22 @@ class NgramTableOptions:
         least_probability: of a stored token.
         least_uses: expected observations of a stored token; rare contexts get short lists.
         discount: taken off each context's number of observations when it is asked how useful it will be.
+
+    Raises:
+        InvalidArgumentError: if no file can hold lists of that length.
     """
 
     max_bytes: int = 8_000_000
     max_order: int = 4
     concentration: float = 3.0
-    max_successors: int = 16
-    least_probability: float = 0.005
-    least_uses: float = 0.02
+    max_successors: int = 40
+    least_probability: float = 0.003
+    least_uses: float = 0.01
     discount: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_successors <= MAX_SUCCESSORS:
+            raise InvalidArgumentError("max_successors", f"{self.max_successors} is outside [1, {MAX_SUCCESSORS}]")
 
 
 @dataclass(frozen=True)
@@ -124,15 +132,13 @@ class _Level:
 
     Attributes:
         hashes: uint64[contexts], ascending.
-        counts: int64[contexts], observations of each.
         lists: what follows, the most probable first.
-        divergence: float64[contexts], nats that the list tells beyond the shorter context's.
+        usefulness: float64[contexts], nats that the list tells beyond the shorter context's, times observations.
     """
 
     hashes: UInt64Array
-    counts: IntArray
     lists: Lists
-    divergence: npt.NDArray[np.float64]
+    usefulness: npt.NDArray[np.float64]
 
 
 def build_ngram_table(
@@ -156,8 +162,8 @@ def build_ngram_table(
     identity = TableIdentity(str(about["tokenizer"]), int(about["vocab_size"]))
     observations = _Observations.of(read_samples(data, split="train"))
     progress(f"{len(observations.at)} recorded tokens")
-    candidates = [_shortened(level, options) for level in _levels(observations, identity.vocab_size, options, progress)]
-    entries = _selected(candidates, identity.vocab_size, options.max_bytes)
+    levels = list(_levels(observations, identity.vocab_size, options, progress))
+    entries = _selected(levels, identity.vocab_size, options.max_bytes)
     unfinished = out.with_name(f".{out.name}.unfinished")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_table(unfinished, identity, options.max_order, entries)
@@ -167,7 +173,7 @@ def build_ngram_table(
     unfinished.replace(out)
     return NgramTableReport(
         observations=len(observations.at),
-        contexts_seen=sum(len(level.hashes) for level in candidates),
+        contexts_seen=sum(len(level.hashes) for level in levels),
         contexts=len(entries.context_hashes),
         successors=len(entries.token_ids),
         file_bytes=out.stat().st_size,
@@ -185,16 +191,19 @@ def _levels(
         if order:
             hashes = longer_contexts(hashes, observations.token_ids[np.maximum(observations.at - order, 0)])
         whole = np.flatnonzero(observations.known >= order)
+        if not len(whole):
+            return
         unique, first, group, counts = np.unique(
             hashes[whole], return_index=True, return_inverse=True, return_counts=True
         )
         average = _average(observations, whole, group, counts, vocab_size)
         if shorter is None:
-            lists, divergence = average.most_probable(options.max_successors), np.full(1, np.inf)
+            lists = _shortened(average.most_probable(options.max_successors), counts, options)
+            usefulness = np.full(1, np.inf)
         else:
             parents = np.searchsorted(shorter.hashes, shorter_hashes[whole[first]])
-            lists, divergence = _mixed(average, counts, shorter.lists, parents, vocab_size, options)
-        shorter = _Level(unique, counts, lists, divergence)
+            lists, usefulness = _mixed(average, counts, shorter.lists, parents, vocab_size, options)
+        shorter = _Level(unique, lists, usefulness)
         progress(f"{len(unique)} contexts of {order} tokens")
         yield shorter
 
@@ -218,8 +227,8 @@ def _mixed(
     vocab_size: int,
     options: NgramTableOptions,
 ) -> tuple[Lists, npt.NDArray[np.float64]]:
-    """Each context's own average mixed with its parent's list, and how much the two differ; some groups at a time."""
-    parts, divergences = [], []
+    """Each context's own average mixed with its parent's list, and its usefulness; some groups at a time."""
+    parts, usefulness = [], []
     own_share = (counts / (counts + options.concentration)).astype(np.float32)
     for start in range(0, len(counts), _GROUPS_AT_ONCE):
         groups = np.arange(start, min(start + _GROUPS_AT_ONCE, len(counts)))
@@ -235,24 +244,23 @@ def _mixed(
         wanted = lists.groups * vocab_size + lists.token_ids
         before = looked_up(wanted, parent_keys, shorter.probabilities[parent_at], _LEAST_PROBABILITY / 2)
         told = lists.probabilities * np.log(lists.probabilities / before)
-        divergences.append(np.bincount(lists.groups, told, len(groups)))
-        parts.append(lists)
+        divergence = np.bincount(lists.groups, told, len(groups))
+        usefulness.append((counts[groups] - options.discount) * divergence)
+        parts.append(_shortened(lists, counts[groups], options))
     offsets = np.cumsum([0, *(len(part.token_ids) for part in parts[:-1])])
     joined = Lists(
         np.concatenate([part.ends + offset for part, offset in zip(parts, offsets, strict=True)]),
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.probabilities for part in parts]),
     )
-    return joined, np.concatenate(divergences)
+    return joined, np.concatenate(usefulness)
 
 
-def _shortened(level: _Level, options: NgramTableOptions) -> _Level:
+def _shortened(lists: Lists, counts: IntArray, options: NgramTableOptions) -> Lists:
     """Without the tokens that are too improbable or would hardly ever be used; each context keeps its first."""
-    uses = np.repeat(np.maximum(level.counts - options.discount, options.discount / 2), level.lists.lengths)
-    least = np.maximum(options.least_probability, options.least_uses / uses)
-    kept = (level.lists.probabilities >= least) | (level.lists.ranks == 0)
-    useful = (level.counts - options.discount) * level.divergence
-    return _Level(level.hashes, level.counts, level.lists.subset(kept), useful)
+    uses = np.maximum(counts - options.discount, options.discount / 2)
+    least = np.maximum(options.least_probability, options.least_uses / uses).astype(np.float32)
+    return lists.subset((lists.probabilities >= least[lists.groups]) | (lists.ranks == 0))
 
 
 def _selected(levels: list[_Level], vocab_size: int, max_bytes: int) -> TableEntries:
@@ -260,7 +268,7 @@ def _selected(levels: list[_Level], vocab_size: int, max_bytes: int) -> TableEnt
     hashes = np.concatenate([level.hashes for level in levels])
     lengths = np.concatenate([level.lists.lengths for level in levels])
     size = BYTES_PER_CONTEXT + bytes_per_token(vocab_size) * lengths
-    order = np.argsort(-np.concatenate([level.divergence for level in levels]) / size)
+    order = np.argsort(-np.concatenate([level.usefulness for level in levels]) / size)
     kept = np.sort(order[: np.searchsorted(np.cumsum(size[order]), max_bytes - FILE_OVERHEAD, side="right")])
     everything = Lists(
         np.cumsum(lengths),

@@ -13,8 +13,6 @@ from treeserve_training.agreement import Agreement
 from treeserve_training.held_out import Tally, together
 from treeserve_training.learning_curve import CurvePoint
 
-MODES = ("greedy", "sampled")
-
 
 @dataclass
 class Report:
@@ -25,14 +23,14 @@ class Report:
         data: counts of the data folder.
         curves: for each drafter how its training came along.
         agreement: for each drafter, on held-out rows.
-        trees: for each source (and "all" together) and budget of nodes, tallies by mode and kind.
+        trees: for each source (and "all" together) and budget of nodes, tallies by kind, of greedy requests.
     """
 
     settings: Mapping[str, Any]
     data: Mapping[str, int]
     curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
-    trees: dict[str, dict[int, dict[tuple[str, str], Tally]]] = field(default_factory=dict)
+    trees: dict[str, dict[int, dict[str, Tally]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For report.json."""
@@ -42,7 +40,7 @@ class Report:
             "curves": {source: [asdict(point) for point in curve] for source, curve in self.curves.items()},
             "agreement": {source: asdict(agreement) for source, agreement in self.agreement.items()},
             "acceptance": {
-                source: {str(budget): _modes(tallies) for budget, tallies in budgets.items()}
+                source: {str(budget): _by_kind(tallies) for budget, tallies in budgets.items()}
                 for source, budgets in self.trees.items()
             },
         }
@@ -69,13 +67,9 @@ class Report:
             loss.plot(steps, [point.held_out_loss for point in curve], "--", label=f"{source}, held out")
         loss.set(title="loss", xlabel="sequences", ylabel="cross-entropy")
         for source, budgets in self.trees.items():
-            tallies = budgets[max(budgets)]
-            for mode, style in zip(MODES, ("-", "--"), strict=True):
-                tally = together(tallies, mode)
-                if tally.steps:
-                    label = f"{source}, {mode}, {max(budgets)} nodes"
-                    ranks.plot(list(tally.by_rank()), list(tally.by_rank().values()), style, marker="o", label=label)
-                    depths.plot(list(tally.by_depth()), list(tally.by_depth().values()), style, marker="o", label=label)
+            tally, label = together(budgets[max(budgets)].values()), f"{source}, {max(budgets)} nodes"
+            ranks.plot(list(tally.by_rank()), list(tally.by_rank().values()), "o-", label=label)
+            depths.plot(list(tally.by_depth()), list(tally.by_depth().values()), "o-", label=label)
         ranks.set(title="acceptance by rank", xlabel="rank of the child", ylabel="share of asked steps")
         depths.set(title="acceptance by depth", xlabel="depth", ylabel="share of asked steps")
         self._draw_lengths(lengths)
@@ -88,8 +82,8 @@ class Report:
     def _draw_lengths(self, axes: Any) -> None:
         for source, budgets in self.trees.items():
             tallies = budgets[max(budgets)]
-            kinds = sorted(kind for mode, kind in tallies if mode == MODES[0])
-            axes.plot(kinds, [tallies[MODES[0], kind].acceptance_length for kind in kinds], "o", label=source)
+            kinds = sorted(tallies)
+            axes.plot(kinds, [tallies[kind].acceptance_length for kind in kinds], "o", label=source)
         axes.tick_params(axis="x", rotation=60)
         axes.set(title="acceptance length, greedy", ylabel="tokens a step")
 
@@ -104,20 +98,14 @@ class Report:
             )
         for source, budgets in self.trees.items():
             for budget, tallies in budgets.items():
-                found = [(mode, together(tallies, mode)) for mode in MODES]
-                text = ", ".join(f"{mode} {tally.acceptance_length:.2f}" for mode, tally in found if tally.steps)
-                lines.append(f"{source}, {budget} nodes: acceptance length {text}")
+                length = together(tallies.values()).acceptance_length
+                lines.append(f"{source}, {budget} nodes: greedy acceptance length {length:.2f}")
         return lines
 
 
-def _modes(tallies: Mapping[tuple[str, str], Tally]) -> dict[str, Any]:
-    modes: dict[str, Any] = {}
-    for mode in MODES:
-        total = together(tallies, mode)
-        if total.steps:
-            kinds = {kind: _numbers(tally) for (of_mode, kind), tally in sorted(tallies.items()) if of_mode == mode}
-            modes[mode] = {**_numbers(total), "by_kind": kinds}
-    return modes
+def _by_kind(tallies: Mapping[str, Tally]) -> dict[str, Any]:
+    kinds = {kind: _numbers(tally) for kind, tally in sorted(tallies.items())}
+    return {**_numbers(together(tallies.values())), "by_kind": kinds}
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:

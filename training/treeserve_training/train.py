@@ -184,7 +184,8 @@ class _Run:
         """Draft along held-out outputs with each source, and with all of them."""
         if not self._config.held_out or not names:
             return
-        samples = list(islice(read_samples(self._data, split="validation"), self._config.held_out))
+        greedy = (sample for sample in read_samples(self._data, split="validation") if sample.temperature == 0.0)
+        samples = list(islice(greedy, self._config.held_out))
         longest = max((len(sample.prompt_ids) + len(sample.output_ids) for sample in samples), default=1)
         built = [self._fed(source, longest) for source in self._sources(names)]
         sources: list[DraftSource] = [*built, Together(built)] if len(built) > 1 else built

@@ -1,4 +1,4 @@
-"""How much a draft source's claims are worth: online logistic models from what it claims to what comes true."""
+"""From what draft sources claim to what comes true: logistic models that are fitted as they are used."""
 
 from __future__ import annotations
 
@@ -58,35 +58,3 @@ class OnlineLogistic:
         for i, gradient in gradients.items():
             precision = self._precisions[i] = min(self._precisions[i] + curvatures[i], _MEMORY)
             self.weights[i] += gradient / precision
-
-
-class Calibration:
-    """What one source's claims are worth: a monotone map for each rank class, moved by depth.
-
-    log-odds = intercept(rank class) + slope * claimed log-odds + shift(depth). It begins as the claim itself.
-    """
-
-    def __init__(self) -> None:
-        self._model = OnlineLogistic([0.0] * RANK_CLASSES + [1.0, 0.0])
-
-    def log_prob(self, claimed: float, rank: int, depth: int) -> float:
-        """Log-probability that a node is emitted if its parent is.
-
-        Args:
-            claimed: what the source says it is.
-            rank: place among its siblings in the source's order, from 0.
-            depth: 1 below the root.
-        """
-        return math.log(self._probability(_features(log_odds((claimed,))[0], rank, depth)))
-
-    def learn(self, claimed: Sequence[float], came_true: int | None, depth: int) -> None:
-        """A node was emitted, and one of its children (index in the source's order) or none of them."""
-        features = [_features(odds, rank, depth) for rank, odds in enumerate(log_odds(claimed))]
-        self._model.learn([(f, self._probability(f), rank == came_true) for rank, f in enumerate(features)])
-
-    def _probability(self, features: Mapping[int, float]) -> float:
-        return probability(sum(self._model.weights[i] * x for i, x in features.items()))
-
-
-def _features(odds: float, rank: int, depth: int) -> dict[int, float]:
-    return {min(rank, RANK_CLASSES - 1): 1.0, RANK_CLASSES: odds, RANK_CLASSES + 1: min(depth - 1, 4) / 4.0}

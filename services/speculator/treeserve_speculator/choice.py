@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -67,7 +68,7 @@ class _Memory:
     kind: KindRates
     known: Factor = field(default_factory=Factor)
     extra: Factor = field(default_factory=Factor)
-    idle: dict[str, float] = field(default_factory=dict)
+    idle: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: _NEW_TEXT))
     promise: int = 0
     asked: tuple[_Asked, ...] = ()
     known_mask: int = 0
@@ -75,7 +76,7 @@ class _Memory:
     def scaled(self, source: str, width: int, besides: Sequence[str]) -> _Rates:
         """What is to be expected of a costly source beside others: `SourceRates.scaled`."""
         kind = self.kind
-        chances = self.extra.value * (1.0 + self.idle.get(source, _NEW_TEXT) / _DOUBT)
+        chances = self.extra.value * (1.0 + self.idle[source] / _DOUBT)
         most = min((kind.beyond[source, other].value for other in besides), default=1.0)
         return kind.sources[source].scaled(self.promise, width, chances, most)
 
@@ -108,8 +109,8 @@ class _Memory:
             for width in range(asked.width + 1):
                 narrow_hit = hit and (width == asked.width or rank < WIDTHS[width])
                 rates.rate(self.promise, depth, width, on_known=on_known).see(narrow_hit)
-            if depth > 1 and expanded & asked.bit:
-                rates.deeper.see(hit)
+            if above & asked.bit:
+                rates.see_deeper(expanded=bool(expanded & asked.bit), hit=hit)
             for other in tried:
                 if other is not asked and not below & other.bit:
                     self.kind.beyond[asked.name, other.name].see(hit)
@@ -245,7 +246,7 @@ class SourceChooser:
             return
         memories = [self._memory(sequence) for sequence in sequences]
         asked = [asked for memory in memories for asked in memory.asked if asked.name == name]
-        if all(memory.idle.get(name, math.inf) <= _CAUGHT_UP for memory in memories):  # else it may have read a prompt
+        if all(memory.idle[name] <= _CAUGHT_UP for memory in memories):  # else it may have read a prompt
             width, depth = max(a.width for a in asked), max(a.depth for a in asked)
             times.observe(width, depth, len(sequences), each)
         for memory in memories:

@@ -133,12 +133,14 @@ class Drafter:
         started = self._clock_s()
         limits = limits.within(self._limits)
         found: dict[DraftSequence, list[TokenTree]] = {sequence: [] for sequence in sequences}
+        for sequence in sequences:
+            sequence.prices = prices
         choosable = self._choice.begin(len(sequences), prices)
         self._collect(found, limits, [source for source in self._sources if source.name not in choosable])
         for sequence, known in found.items():
             sequence.shapes = self._choice.choose(sequence, known)
         self._collect(found, limits, [source for source in self._sources if source.name in choosable])
-        trees = [self._combined(sequence, trees, limits, prices) for sequence, trees in found.items()]
+        trees = [self._combined(sequence, trees, limits) for sequence, trees in found.items()]
         for sequence, tree in zip(sequences, trees, strict=True):
             sequence.tree = tree
             self._choice.drafted(sequence)
@@ -203,16 +205,14 @@ class Drafter:
             check_token_ids("tree", draws.support, self._vocab_size)
         return tree
 
-    def _combined(
-        self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits, prices: DraftPrices
-    ) -> TokenTree:
+    def _combined(self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits) -> TokenTree:
         sequence.mixed.places = ()
         if not trees:
             return TokenTree.root_only(sequence.tokens[-1])
         max_nodes = min(sequence.budget, limits.max_nodes)
         if any(tree.draws is not None for tree in trees):  # what was drawn is ranked by its order alone
             return _cut_below(merge(trees), self._eos_token_ids).pruned(max_nodes, limits.max_depth)
-        bounds = MixBounds(max_nodes, limits.max_depth, least=prices.node)
+        bounds = MixBounds(max_nodes, limits.max_depth, least=sequence.prices.node)
         return self._mixture.mix(sequence.mixed, trees, bounds, is_greedy=sequence.is_greedy)
 
     def _guarded(

@@ -13,15 +13,18 @@ NUM_PROMISES = 5
 _MEMORY = 400.0  # visits that count; older ones fade
 _PRIOR_VISITS = 6.0
 _FADING = 0.998
+_HOPE = 0.7
+_DRIFT = 0.02
 _CURIOSITY = 0.5  # standard deviations
 _KNOWN_PRIOR = (0.05, 0.35, 0.5, 0.65, 0.8)  # by promise
 _PROMISES = (0.2, 0.6, 1.2, 2.5)
 _DEEPER = 0.8  # beyond a preset's depth, so much of its probability: what easy text can make up for
+_NARROWER = 0.85  # the same for a smaller width than the preset's
 _SAMPLED = 0.8  # the same for tokens that are drawn
 _SURE = 0.97
 
-_FACTOR_PRIOR = 3.0
-_FACTOR_KEPT = 0.93  # per visit
+_FACTOR_PRIOR = 2.0
+_FACTOR_KEPT = 0.95  # per visit
 _FACTOR_RELAXES = 0.97  # per committed token
 _FACTOR_BOUNDS = (0.1, 2.5)
 
@@ -44,6 +47,11 @@ class Rate:
         """One more sighting."""
         self._weight = min(self._weight + 1.0, _MEMORY)
         self.value += (hit - self.value) / self._weight
+        self._bound()
+
+    def drift(self, hope: float) -> None:
+        """It might have come true, but was not tried for lack of hope: some hope comes back."""
+        self.value += _DRIFT * (hope - self.value)
         self._bound()
 
     def fade(self) -> None:
@@ -88,21 +96,29 @@ class SourceRates:
         joins: by width, promise, and whether at the root or deeper: it has the token on a path that the cheap sources
             knew up to here, where they have not.
         goes_on: by width and depth: it has the next token on a path that is its own.
-        deeper: the same below the first level, of the nodes it expanded.
+        deeper: the same of the nodes below the root that it expanded. It begins high: what is not tried is not learnt.
     """
 
     def __init__(self, preset: DraftPreset, source: str, sampled: bool) -> None:
         right = preset.right(source) * (_SAMPLED if sampled else 1.0)
-        self.joins = [[[Rate(right), Rate(right)] for _ in range(NUM_PROMISES)] for _ in WIDTHS]
-        by_depth = [right if depth <= preset.depth else right * _DEEPER for depth in range(DEEPEST + 1)]
-        self.goes_on = [[Rate(p) for p in by_depth] for _ in WIDTHS]
-        self.deeper = Rate(right)
+        by_width = [right * (_NARROWER if width < preset.width else 1.0) for width in WIDTHS]
+        self.joins = [[[Rate(p), Rate(p)] for _ in range(NUM_PROMISES)] for p in by_width]
+        by_depth = [1.0 if depth <= preset.depth else _DEEPER for depth in range(DEEPEST + 1)]
+        self.goes_on = [[Rate(p * share) for share in by_depth] for p in by_width]
+        self.deeper = Rate(_HOPE)
 
     def rate(self, promise: int, depth: int, width: int, *, on_known: bool) -> Rate:
         """The rate of a visit: `width` is an index of WIDTHS, depth that of the token looked for."""
         if on_known:
             return self.joins[width][promise][depth > 1]
         return self.goes_on[width][depth]
+
+    def see_deeper(self, *, expanded: bool, hit: bool) -> None:
+        """A node of its own below the root was on the path: did it expand that, and did it have the next token?"""
+        if expanded:
+            self.deeper.see(hit)
+        else:
+            self.deeper.drift(_HOPE)
 
     def fade(self, promise: int) -> None:
         """The source was not asked."""
@@ -113,7 +129,7 @@ class SourceRates:
         """What joins (at the root, deeper) and goes_on (by depth) may be, each at most `most`, times a factor."""
         top = min(_SURE, most * factor)
         joins = [min(top, rate.upper * factor) for rate in self.joins[width][promise]]
-        return joins, [min(top, rate.value * factor) for rate in self.goes_on[width]]
+        return joins, [min(top, rate.upper * factor) for rate in self.goes_on[width]]
 
 
 class KindRates:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from treeserve_core.tree import TokenTree
-from treeserve_speculator.calibration import RANK_CLASSES, Calibration, OnlineLogistic, log_odds, probability
+from treeserve_speculator.calibration import RANK_CLASSES, OnlineLogistic, log_odds, probability
 
 # Features of a node, and for each source of the set from an offset on. What a source says of a child is either a claim
 # (odds, one of the ranks, for its first child trust) or silence (silent, trust in silence).
@@ -124,11 +124,6 @@ class Mixture:
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._models: dict[tuple[bool, tuple[int, ...]], OnlineLogistic] = {}
-        self._calibrations: defaultdict[tuple[bool, int], Calibration] = defaultdict(Calibration)
-
-    def calibration(self, mask: int, *, is_greedy: bool) -> Calibration:
-        """What the claims of a source alone are worth, in sequences that are sampled greedily or not."""
-        return self._calibrations[is_greedy, mask]
 
     def mix(
         self, sequence: MixedSequence, trees: Sequence[TokenTree], bounds: MixBounds, *, is_greedy: bool

@@ -81,6 +81,7 @@ class DraftSequence:
         tenant: label of whom it is for: what is learnt from it may help sequences of that tenant alone, and none if
             the label is empty.
         preset: what kind of work the request says it is.
+        prices: what the verifier pays while the next tree grows.
         shapes: for some sources, by name, how far the next tree is to grow; others decide for themselves.
         tree: the latest tree, until tokens are committed after its root.
         mixed: what mixing the sources' trees has learnt of it.
@@ -98,6 +99,7 @@ class DraftSequence:
     acceptance: AcceptanceRule = AcceptanceRule.REPLAY
     tenant: str = ""
     preset: Preset = Preset.NONE
+    prices: DraftPrices = UNPRICED
     shapes: Mapping[str, TreeShape] = field(default_factory=dict)
     tree: TokenTree | None = None
     mixed: MixedSequence = field(default_factory=MixedSequence)

@@ -216,7 +216,9 @@ class LevelSource:
         width, least_mass = min(budget, self._limits.width), 0.0
         if (shape := state.shapes.get(self.name)) is not None:
             depth, width, least_mass = min(depth, shape.depth), min(width, shape.width), shape.least_mass
-        job = Job(state, cached, GrowthLimits(budget, depth, width, self._limits.min_probability, least_mass))
+        # What hangs below a node is less probable still: none of it would be worth its price either.
+        min_probability = max(self._limits.min_probability, state.prices.node)
+        job = Job(state, cached, GrowthLimits(budget, depth, width, min_probability, least_mass))
         fits = depth >= 1 and max(missing) < self._limits.vocab_size
         if not fits or not self._runner.blocks.can_reserve(cached.seq_id, len(missing) + job.tree_rows):
             self._forget(cached)

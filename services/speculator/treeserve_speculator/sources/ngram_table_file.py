@@ -29,6 +29,7 @@ _CONTEXTS_PER_BUCKET = 4
 BYTES_PER_CONTEXT = 3 + 8 // _CONTEXTS_PER_BUCKET
 # At most, of the index, the padding between arrays, and the last bucket.
 FILE_OVERHEAD = 2048
+MAX_SUCCESSORS = 255  # of a context
 _STEPS_PER_NAT = 16
 _LOG_PROBS = tuple(-step / _STEPS_PER_NAT for step in range(256))
 _PROBABILITIES = tuple(map(math.exp, _LOG_PROBS))
