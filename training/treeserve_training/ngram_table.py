@@ -61,7 +61,7 @@ class NgramTableOptions:
     concentration: float = 3.0
     max_successors: int = 40
     least_probability: float = 0.003
-    least_uses: float = 0.01
+    least_uses: float = 0.03
     discount: float = 0.5
 
     def __post_init__(self) -> None:
