@@ -35,7 +35,10 @@ class ClusterConfig:
     verifiers: int = field(default=1, metadata=option("number of verifiers"))
     speculators: int = field(default=1, metadata=option("number of speculators; 0 decodes plainly"))
     sources: tuple[str, ...] = field(
-        default=("ngram", "suffix", "recycling"), metadata=option("draft sources, comma-separated")
+        default=("ngram", "suffix", "recycling", "trained"), metadata=option("draft sources, comma-separated")
+    )
+    drafters: Path | None = field(
+        default=None, metadata=option("folder of `treeserve train`; without it what is shipped for the model, if any")
     )
     drafter: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
     threads: int = field(
@@ -132,6 +135,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "verifiers": ",".join(verifiers),
             "speculator_id": f"speculator-{i}",
             "sources": ",".join(config.sources),
+            "drafter_folder": config.drafters or "",
             "ssm_folder": config.drafter or "",
             "cache_dir": config.cache_dir,
         }

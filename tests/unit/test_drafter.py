@@ -313,7 +313,6 @@ def test_configuration_is_checked() -> None:
     folder = Path("model")
     assert SpeculatorConfig(folder, "m", ssm_folder=Path("small")).source_names[-1] == "ssm"
     for wrong in (
-        {"sources": ("ssm",)},
         {"sources": ("ngram", "ngram")},
         {"sources": ()},
         {"verifiers": ()},

@@ -279,7 +279,7 @@ class TestConfigured:
 
     def test_without_a_folder(self) -> None:
         with pytest.raises(InvalidArgumentError, match="ngram_table source needs a folder"):
-            self.settings(None)
+            build_sources(self.settings(None))
 
     def test_another_targets_folder(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="trained for tiny"):

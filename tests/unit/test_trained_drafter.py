@@ -19,6 +19,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.config import load_config
 from treeserve_engine.packed_weights import convert
 from treeserve_kernels.cpu import library
+from treeserve_speculator import drafter_files
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.drafter_files import MANIFEST, DrafterFolder, DrafterTarget, open_for_writing
 from treeserve_speculator.sequence import DraftSequence
@@ -241,9 +242,26 @@ def test_a_vocabulary_that_is_not_the_targets_is_refused(
         _build(tiny_model, cache, "ssm", drafter_folder=tmp_path / "d")
 
 
-def test_sources_that_need_a_folder_say_so(tiny_model: Path) -> None:
+def test_sources_that_need_a_folder_say_so(tiny_model: Path, cache: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="drafter_folder: the ssm3 source needs"):
-        SpeculatorConfig(tiny_model, "tiny", sources=("ssm3",), ssm_folder=tiny_model)
+        _build(tiny_model, cache, "ssm3", ssm_folder=tiny_model)
+
+
+def test_trained_stands_for_all_that_the_folder_holds(tiny_model: Path, cache: Path, drafters: Path) -> None:
+    held = list(DrafterFolder.read(drafters).sources)
+    names = [s.name for s in _build(tiny_model, cache, "trained", "ngram", drafter_folder=drafters)]
+    assert names == [*held, "ngram"]
+    names = [s.name for s in _build(tiny_model, cache, held[-1], "trained", drafter_folder=drafters)]
+    assert names == [held[-1], *held[:-1]], "none twice"
+    assert [s.name for s in _build(tiny_model, cache, "ngram", "trained")] == ["ngram"], "nothing is shipped for it"
+
+
+@pytest.mark.model
+def test_drafters_are_shipped_for_the_default_model(model_folder: Path, cache: Path) -> None:
+    names = {s.name for s in _build(model_folder, cache, "trained")}
+    assert "ngram_table" in names
+    shipped = Path(drafter_files.__file__).parent / "drafters"
+    assert sum(path.stat().st_size for path in shipped.rglob("*")) < 24e6
 
 
 def test_a_folder_keeps_its_other_sources_and_its_target(drafters: Path, tmp_path: Path) -> None:

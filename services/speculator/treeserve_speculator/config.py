@@ -16,6 +16,7 @@ SSMS = (SSM, *(f"{SSM}{i}" for i in range(2, 6)))
 CORPUS = "corpus"
 NGRAM_TABLE = "ngram_table"
 HEAD = "head"
+TRAINED = "trained"  # in place of all that was trained for the target
 MAX_SOURCE_BUDGET_MS = 10_000.0
 MAX_SOURCES = 16
 
@@ -39,10 +40,10 @@ class SpeculatorConfig:
     metrics_listen: str = field(default="", metadata=option("Prometheus address, host:port; empty is off"))
     speculator_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
     sources: tuple[str, ...] = field(
-        default=("ngram", "suffix", "recycling"),
+        default=("ngram", "suffix", "recycling", TRAINED),
         metadata=option(
             "draft sources: ngram, suffix, recycling, ngram_table, ssm, head, corpus, an installed one, "
-            "or package.module:attribute"
+            "package.module:attribute, or trained: all drafters that were trained for the model"
         ),
     )
     max_nodes: int = field(default=64, metadata=option("most nodes of a tree, the root not counted"))
@@ -56,7 +57,8 @@ class SpeculatorConfig:
     drafter_folder: Path | None = field(
         default=None,
         metadata=option(
-            "folder of drafters trained for the model: what ngram_table, head, ssm, ssm2 ... ssm5 draft with"
+            "folder of drafters trained for the model: what ngram_table, head, ssm, ssm2 ... ssm5 draft with; "
+            "without it those shipped for the model, if any"
         ),
     )
     ssm_folder: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
@@ -78,9 +80,6 @@ class SpeculatorConfig:
         names = self.source_names
         if not 1 <= len(names) <= MAX_SOURCES or len(set(names)) != len(names):
             raise InvalidArgumentError("sources", f"name 1 to {MAX_SOURCES} sources, each once")
-        for name in {*SSMS, NGRAM_TABLE, HEAD}.intersection(names):
-            if self.drafter_folder is None and (name != SSM or self.ssm_folder is None):
-                raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
         if CORPUS in names and self.corpus is None:
             raise InvalidArgumentError("corpus", "the corpus source needs a file that `treeserve corpus build` made")
         if not 0 < self.source_budget_ms <= MAX_SOURCE_BUDGET_MS:
@@ -92,7 +91,7 @@ class SpeculatorConfig:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Sources to build, in the order of their bits in a node's source mask: a file or folder of one adds it."""
+        """Names of the sources to build, `trained` among them: a file or folder of one adds it."""
         named = ((SSM, self.ssm_folder), (CORPUS, self.corpus))
         added = tuple(name for name, path in named if path is not None and name not in self.sources)
         return (*self.sources, *added)

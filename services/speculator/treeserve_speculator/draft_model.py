@@ -19,7 +19,6 @@ from treeserve_engine.memory_plan import MemoryPlan, ModelSizes, megabytes
 from treeserve_engine.packed_weights import packed_weights
 from treeserve_engine.precision import AUTO, Precision, choose_precision
 from treeserve_speculator.config import SpeculatorConfig
-from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.ssm_file import SsmFile
 from treeserve_text.tokenizer import Tokenizer
@@ -62,17 +61,15 @@ def load_whole_model(settings: SourceSettings, folder: Path) -> DraftModel:
     return DraftModel(model, min(settings.vocab_size, model.config.vocab_size))
 
 
-def load_trained_model(settings: SourceSettings, source: str, folder: Path) -> DraftModel:
+def load_trained_model(settings: SourceSettings, source: str) -> DraftModel:
     """A drafter that was trained for the target, on the CPU in int8.
 
     Raises:
-        InvalidArgumentError: if the folder lacks the source, is damaged or was made for another target.
+        InvalidArgumentError: if there is none, it is damaged or was made for another target.
     """
     config = settings.config
     target_config = load_config(config.model_folder)
-    held = DrafterFolder.read(folder)
-    held.check_target(settings.tokenizer_hash, settings.vocab_size, target_config.hidden_size)
-    ssm = SsmFile.read(held.file(source, config.cache_dir), config.cache_dir)
+    ssm = SsmFile.read(settings.trained_file(source, target_config.hidden_size), config.cache_dir)
     ssm.check(settings.vocab_size)
     own_config = replace(target_config, num_layers=len(ssm.layers))
     precision = choose_precision(config.model_folder, "int8", AUTO, "cpu")

@@ -1,9 +1,10 @@
 """A folder of trained drafters for one target model: what is in it, for whom it was made, and whether it is whole.
 
-    drafters/<model>/drafter.json     the target, the licence, and for each source its file, its hash and its recipe
-                    /ssm.int8         files of the sources, in formats of their own
+    <folder>/drafter.json     the target, the licence, and for each source its file, its hash and its recipe
+            /ssm.int8         files of the sources, in formats of their own
 
-Sources are named as in the speculator's configuration: ssm, ssm2, ngram_table, head.
+Sources are named as in the speculator's configuration: ssm, ssm2, ngram_table, head. Folders for some models are
+shipped, in `drafters` beside this file.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from treeserve_engine.made_once import content_hash, default_cache_dir
 MANIFEST = "drafter.json"
 _FORMAT = 1
 _FIELD = "drafter_folder"
+_SHIPPED = Path(__file__).parent / "drafters"
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,30 @@ class DrafterFolder:
         unfinished = self.folder / f".{MANIFEST}.unfinished"
         unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(self.folder / MANIFEST)
+
+
+def find_drafters(
+    folder: Path | None, tokenizer_hash: str, vocab_size: int, hidden_size: int | None
+) -> DrafterFolder | None:
+    """The drafters of a folder; without one those shipped for the target, if any.
+
+    Args:
+        vocab_size: ids of the target's tokenizer, without padding.
+        hidden_size: of the target, if it has such a size.
+
+    Raises:
+        InvalidArgumentError: if the folder holds none, or those of a target with another tokenizer.
+    """
+    if folder is not None:
+        held = DrafterFolder.read(folder)
+        held.check_target(tokenizer_hash, vocab_size)
+        return held
+    for manifest in sorted(_SHIPPED.glob(f"*/{MANIFEST}")):
+        shipped = DrafterFolder.read(manifest.parent)
+        target = shipped.target
+        if (target.tokenizer_hash, target.vocab_size, target.hidden_size) == (tokenizer_hash, vocab_size, hidden_size):
+            return shipped
+    return None
 
 
 def open_for_writing(folder: Path, target: DrafterTarget, licence: str) -> DrafterFolder:

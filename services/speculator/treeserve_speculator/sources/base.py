@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureShape
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.drafter_files import DrafterFolder, find_drafters
 from treeserve_speculator.sequence import DraftSequence
 
 
@@ -84,3 +89,24 @@ class SourceSettings:
     tokenizer_hash: str
     eos_token_ids: frozenset[int]
     name: str = ""
+
+    @cached_property
+    def drafters(self) -> DrafterFolder | None:
+        """What was trained for the target. Raises InvalidArgumentError if the configured folder was not."""
+        path = self.config.model_folder / "config.json"
+        hidden_size = json.loads(path.read_text()).get("hidden_size") if path.exists() else None
+        return find_drafters(self.config.drafter_folder, self.tokenizer_hash, self.vocab_size, hidden_size)
+
+    def trained_file(self, source: str, hidden_size: int | None = None) -> Path:
+        """The file of a source that was trained for the target.
+
+        Args:
+            hidden_size: of the target, if the source depends on it.
+
+        Raises:
+            InvalidArgumentError: if there is none, it is damaged or was made for another target.
+        """
+        if self.drafters is None:
+            raise InvalidArgumentError("drafter_folder", f"the {source} source needs a folder of trained drafters")
+        self.drafters.check_target(self.tokenizer_hash, self.vocab_size, hidden_size)
+        return self.drafters.file(source, self.config.cache_dir)

@@ -25,7 +25,6 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_kernels.cpu.decoder import apply_linear
 from treeserve_speculator.config import HEAD
 from treeserve_speculator.draft_model import BLOCK_SIZE, num_blocks
-from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.head_file import HeadFile
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
@@ -120,22 +119,18 @@ def _unit(x: Float32Array) -> Float32Array:
 
 
 def build(settings: SourceSettings) -> HeadSource:
-    """The source as configured, with the head of `drafter_folder`.
+    """The source as configured, with the head trained for the target.
 
     Raises:
-        InvalidArgumentError: if the folder lacks a head, is damaged or was made for another target, or the native
+        InvalidArgumentError: if there is none, it is damaged or was made for another target, or the native
             decoder is not built.
     """
     config = settings.config
-    if config.drafter_folder is None:
-        raise InvalidArgumentError("drafter_folder", "the head source needs a folder of trained drafters")
     precision = choose_precision(config.model_folder, "int8", AUTO, "cpu")
     if not precision.is_native:
         raise InvalidArgumentError("sources", "the head source runs on the native decoder, which is not built here")
     target_config = load_config(config.model_folder)
-    held = DrafterFolder.read(config.drafter_folder)
-    held.check_target(settings.tokenizer_hash, settings.vocab_size, target_config.hidden_size)
-    file = HeadFile.read(held.file(HEAD, config.cache_dir), config.cache_dir)
+    file = HeadFile.read(settings.trained_file(HEAD, target_config.hidden_size), config.cache_dir)
     file.check(settings.vocab_size)
     target = packed_weights(config.model_folder, config.cache_dir, _log.info)
     assert target.embedding is not None  # checkpoints have one

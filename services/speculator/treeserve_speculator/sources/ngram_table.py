@@ -12,12 +12,10 @@ import numpy as np
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.draws import Draws
-from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.noise import nearly_gumbel
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import NGRAM_TABLE
-from treeserve_speculator.drafter_files import DrafterFolder
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth, draw_children
@@ -170,16 +168,13 @@ class NgramTableSource:
 
 
 def build(settings: SourceSettings) -> NgramTableSource:
-    """The source with the table of the configured drafter folder.
+    """The source with the target's table.
 
     Raises:
-        InvalidArgumentError: if no folder is configured, or it holds no table that is whole and the target's.
+        InvalidArgumentError: if there is no table that is whole and the target's.
     """
     config = settings.config
-    if config.drafter_folder is None:
-        raise InvalidArgumentError("drafter_folder", f"the {NGRAM_TABLE} source needs a folder of trained drafters")
-    folder = DrafterFolder.read(config.drafter_folder)
-    folder.check_target(settings.tokenizer_hash, settings.vocab_size)
+    file = settings.trained_file(NGRAM_TABLE)
     identity = TableIdentity(settings.tokenizer_hash, settings.vocab_size)
-    table = NgramTable.open(folder.file(NGRAM_TABLE, config.cache_dir), identity, config.cache_dir)
+    table = NgramTable.open(file, identity, config.cache_dir)
     return NgramTableSource(table, settings.eos_token_ids, max_depth=min(_MAX_DEPTH, config.max_depth))

@@ -11,7 +11,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_speculator.config import HEAD, NGRAM_TABLE, SSM, SSMS
+from treeserve_speculator.config import HEAD, NGRAM_TABLE, SSM, SSMS, TRAINED
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
 from treeserve_speculator.sources.isolated import IsolatedSource, Isolation
@@ -41,11 +41,19 @@ def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = 
         InvalidArgumentError: for a name that leads to no source, or two sources of one name.
     """
     metrics = metrics or SpeculatorMetrics(CollectorRegistry())
-    sources = tuple(_build(name, settings, metrics) for name in settings.config.source_names)
+    sources = tuple(_build(name, settings, metrics) for name in _names(settings))
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise InvalidArgumentError("sources", f"two of them call themselves the same: {', '.join(names)}")
     return sources
+
+
+def _names(settings: SourceSettings) -> list[str]:
+    """The configured names; those of all trained drafters that are not named in place of `trained`."""
+    names = settings.config.source_names
+    held = [] if settings.drafters is None else settings.drafters.sources
+    trained = [name for name in held if name not in names]
+    return [each for name in names for each in (trained if name == TRAINED else [name])]
 
 
 def _build(name: str, settings: SourceSettings, metrics: SpeculatorMetrics) -> DraftSource:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.runner import ModelRunner
 from treeserve_speculator.config import SSM
@@ -62,7 +61,7 @@ class SsmSource(LevelSource):
 
 
 def build(settings: SourceSettings) -> SsmSource:
-    """The source as configured: with the whole model of `ssm_folder`, or a trained one of `drafter_folder`.
+    """The source as configured: with the whole model of `ssm_folder`, or one trained for the target.
 
     Raises:
         InvalidArgumentError: if the draft model's token ids do not mean the target's, or it is not supported.
@@ -70,10 +69,8 @@ def build(settings: SourceSettings) -> SsmSource:
     config, name = settings.config, settings.name or SSM
     if name == SSM and config.ssm_folder is not None:
         loaded = load_whole_model(settings, config.ssm_folder)
-    elif config.drafter_folder is not None:
-        loaded = load_trained_model(settings, name, config.drafter_folder)
     else:
-        raise InvalidArgumentError("drafter_folder", f"the {name} source needs a folder of trained drafters")
+        loaded = load_trained_model(settings, name)
     limits = SsmLimits(
         vocab_size=loaded.vocab_size,
         max_position=loaded.model.config.max_position_embeddings,
