@@ -247,6 +247,7 @@ class _Run:
         )
         began = self._clock_s()
         self._drafter.commit(self._sequence, committed)
+        self._drafter.learn()
         self.draft_s += self._clock_s() - began
         self._done = end
 

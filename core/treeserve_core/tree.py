@@ -210,6 +210,11 @@ class TokenTree:
             words[i, i // BITS_PER_WORD] |= np.uint64(1 << (i % BITS_PER_WORD))
         return words
 
+    def drafted_by(self, source_mask: int) -> TokenTree:
+        """The tree with this source mask on all nodes but the root."""
+        masks = (0, *[source_mask] * (len(self) - 1))
+        return TokenTree._sound(self.token_ids, self.parents, self.log_probs, masks, self.draws)
+
     def subtree(self, nodes: Iterable[int], root: int = 0) -> TokenTree:
         """The tree of `nodes` under `root`. Parents of all nodes must be among them.
 

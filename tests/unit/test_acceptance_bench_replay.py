@@ -99,6 +99,7 @@ def verify(target: RecordedTarget, drafter: Drafter, recording: PlainOutput) -> 
         sequence.tokens += outcome.token_ids
         budget = planner.draft_budget(sequence, 1)
         drafter.commit(drafted_for, CommittedTokens(1, len(drafted_for.tokens), outcome.token_ids, budget, top))
+        drafter.learn()
         tree = TokenTree.root_only(sequence.tokens[-1])
         if budget > 0 and sampler.finish_reason is None:
             (proposal,) = drafter.draft([drafted_for], TreeLimits(budget, 16))

@@ -144,6 +144,7 @@ def test_the_drafter_learns_from_commits_whom_to_believe(registry: CollectorRegi
     assert _draft(drafter, sequence).token_ids[1] == 20
     for _ in range(20):
         drafter.commit(sequence, CommittedTokens(1, len(sequence.tokens), (10,), 1))
+        drafter.learn()
         tree = _draft(drafter, sequence)
     assert tree.token_ids[1] == 10
 

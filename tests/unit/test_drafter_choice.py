@@ -76,6 +76,7 @@ def opened(drafter: Drafter) -> DraftSequence:
 def step(drafter: Drafter, sequence: DraftSequence, prices: DraftPrices, *tokens: int) -> TokenTree:
     (proposal,) = drafter.draft([sequence], LIMITS, prices)
     drafter.commit(sequence, CommittedTokens(1, len(sequence.tokens), tokens, 8))
+    drafter.learn()
     return proposal.tree
 
 

@@ -113,7 +113,7 @@ def _taught(
     for _ in range(rounds):
         mixture.mix(sequence, trees, WIDE, is_greedy=greedy)
         (token,) = rng.choices([*truth, 99], [*truth.values(), 1.0 - sum(truth.values())])
-        mixture.learn(sequence, [token])
+        mixture.lesson(sequence, [token])()
     return sequence
 
 
@@ -159,7 +159,7 @@ class TestLearning:
             for _ in range(20):
                 mixture.mix(sequence, [tree], WIDE, is_greedy=True)
                 for tokens in commits:
-                    mixture.learn(sequence, tokens)
+                    mixture.lesson(sequence, tokens)()
             return _probabilities(_mix(tree, mixture=mixture, sequence=sequence))[10, 11]
 
         at_once = deeper([[10, 11]])
@@ -183,7 +183,7 @@ class TestLearning:
                 for (token_id,), mixed in _probabilities(tree).items():
                     claims = [t.get((token_id,), 0.0) for t in (a, b)[: len(trees)]]
                     said.append((max(claims), mixed, token_id == token))
-            mixture.learn(sequence, [token])
+            mixture.lesson(sequence, [token])()
         assert _calibration_error([(mixed, came) for _, mixed, came in said]) < 0.04
         assert _calibration_error([(claimed, came) for claimed, _, came in said]) > 0.1
 

@@ -151,7 +151,7 @@ class Simulation:
                 break
             node = child
         sequence.advance(len(sequence.tokens), ahead[:count], BUDGET)
-        self._chooser.committed(sequence, ahead[:count])
+        self._chooser.lesson(sequence, ahead[:count])()
         return PRICES.token_us / 1e6 * (1.0 + PRICES.node * (len(tree) - 1))
 
 
@@ -283,7 +283,7 @@ def test_a_tree_that_the_cheap_sources_are_sure_of_needs_no_model() -> None:
         state = sequence()
         chooser.choose(state, [sure])
         state.tree = TokenTree(sure.token_ids, sure.parents, sure.log_probs, (0, *[1] * 6))
-        chooser.committed(state, [6, 7, 8, 9, 10, 11, 12])
+        chooser.lesson(state, [6, 7, 8, 9, 10, 11, 12])()
         chooser.close(state)
     assert chooser.choose(sequence(), [sure]) == {}
     assert "ssm" in chooser.choose(sequence(), [unsure])

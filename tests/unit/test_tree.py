@@ -197,3 +197,8 @@ def test_what_is_made_of_sound_trees_is_sound(a: TokenTree, b: TokenTree, max_no
         if tree is not None:
             checked = TokenTree(tree.token_ids, tree.parents, tree.log_probs, tree.source_masks, tree.draws)
             assert checked == tree and hash(checked) == hash(tree)
+
+
+def test_a_source_marks_all_nodes_but_the_root() -> None:
+    tree = TokenTree((5, 6, 7), (-1, 0, 1), (0.0, -0.1, -0.2))
+    assert tree.drafted_by(4) == TokenTree((5, 6, 7), (-1, 0, 1), (0.0, -0.1, -0.2), (0, 4, 4))

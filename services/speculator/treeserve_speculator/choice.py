@@ -15,11 +15,12 @@ Whether a tree is asked for at all is the verifier's to decide (its Pace): it kn
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,7 +32,7 @@ from treeserve_speculator.source_times import SourceTimes
 
 _Rates: TypeAlias = tuple[list[float], list[float]]
 
-_COSTLY, _CHEAP = 0.03, 0.015  # of a token's time
+_COSTLY, _CHEAP = 0.15, 0.1  # of a token's time
 _WARM_UP = 3  # timings before a source is judged
 _LOOKED_AT = 24  # first nodes of a cheap tree, which are its best
 _NEW_TEXT = 24.0  # tokens without a source that a new sequence starts with
@@ -270,11 +271,16 @@ class SourceChooser:
         mean = self._nodes.setdefault((name, index), float(nodes))
         self._nodes[name, index] += _NODES_SMOOTHING * (nodes - mean)
 
-    def committed(self, sequence: DraftSequence, new_tokens: Sequence[int]) -> None:
-        """The target committed these tokens; the sequence's latest tree, if it has one, is followed along them."""
-        memory = self._memory(sequence)
+    def lesson(self, sequence: DraftSequence, new_tokens: Sequence[int]) -> Callable[[], None]:
+        """The target committed these tokens: what learns from that, at any time before the next lesson.
+
+        The sequence's latest tree, if it has one, is followed along them.
+        """
+        latest = copy.copy(self._memory(sequence))  # its rates are the same; the choice will be another
+        return functools.partial(self._learn, latest, sequence.tree, new_tokens)
+
+    def _learn(self, memory: _Memory, tree: TokenTree | None, new_tokens: Sequence[int]) -> None:
         memory.relax(len(new_tokens))
-        tree = sequence.tree
         if tree is None or tree.source_masks is None:
             return
         masks, node = tree.source_masks, 0

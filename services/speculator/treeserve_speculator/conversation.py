@@ -102,14 +102,16 @@ class Conversation:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._inbox:
-                works, self._inbox = self._inbox, []
+            works, self._inbox = self._inbox, []
+            if works:
                 drafted = await loop.run_in_executor(self._peer.executor, self._session.run, works)
                 for handle, proposal in drafted:
                     self._put(handle, proposal)
-                await self._return_credit(len(works))
             while self._outbox and self._credits.try_take():
                 await self._send()
+            if works:  # what the verifier does not wait for
+                await self._return_credit(len(works))
+                await loop.run_in_executor(self._peer.executor, self._session.learn)
 
     def _work(self, update: verifier_pb2.DraftUpdate) -> DraftWork:
         """The update without its malformed entries, whose sequences are dropped."""

@@ -6,7 +6,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import structlog
@@ -63,9 +63,11 @@ class Drafter:
         self._eos_token_ids = eos_token_ids
         self._limits = limits
         self._metrics = metrics
+        self._counters = {source.name: metrics.of_source(source.name) for source in self._sources}
         self._clock_s = clock_s
         self._choice = SourceChooser(self.source_names)
         self._mixture = Mixture(eos_token_ids)
+        self._lessons: list[Callable[[], None]] = []
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -104,14 +106,22 @@ class Drafter:
         tokens, top = committed.token_ids, committed.top_tokens
         if not tokens:
             return
-        self._choice.committed(sequence, tokens)
-        self._mixture.learn(sequence.mixed, tokens)
-        self._record_visits(sequence.tree, tokens)
+        self._lessons += (
+            self._choice.lesson(sequence, tokens),
+            self._mixture.lesson(sequence.mixed, tokens),
+            functools.partial(self._record_visits, sequence.tree, tokens),
+        )
         sequence.tree = None
         for source in self._sources:
             began = self._clock_s()
             self._guarded(source, sequence, source.commit, sequence, tokens, top)
-            self._metrics.source_seconds.labels(source.name).inc(self._clock_s() - began)
+            self._counters[source.name].seconds.inc(self._clock_s() - began)
+
+    def learn(self) -> None:
+        """Learn from the commits since the last time: when trees have left, because it delays the next ones."""
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
 
     def close(self, sequence: DraftSequence) -> None:
         """Let all sources forget a sequence."""
@@ -161,10 +171,10 @@ class Drafter:
             mask = 1 << self._sources.index(source)
             for sequence, tree in zip(asked, self._ask(source, asked, limits), strict=True):
                 if tree is not None:
-                    found[sequence].append(replace(tree, source_masks=(0,) + (mask,) * (len(tree) - 1)))
+                    found[sequence].append(tree.drafted_by(mask))
             elapsed = self._clock_s() - began
             self._choice.took(source.name, asked, elapsed)
-            self._metrics.source_seconds.labels(source.name).inc(elapsed)
+            self._counters[source.name].seconds.inc(elapsed)
 
     def _ask(
         self, source: DraftSource, sequences: Sequence[DraftSequence], limits: TreeLimits
@@ -206,7 +216,7 @@ class Drafter:
         return tree
 
     def _combined(self, sequence: DraftSequence, trees: Sequence[TokenTree], limits: TreeLimits) -> TokenTree:
-        sequence.mixed.places = ()
+        sequence.mixed.forget()
         if not trees:
             return TokenTree.root_only(sequence.tokens[-1])
         max_nodes = min(sequence.budget, limits.max_nodes)
@@ -242,10 +252,9 @@ class Drafter:
             proposed = functools.reduce(operator.or_, (masks[child] for child in tree.children[visit.parent]))
             for bit, source in enumerate(self._sources):
                 if proposed >> bit & 1:
-                    self._metrics.visits.labels(source.name).inc()
-                    self._metrics.right.labels(source.name).inc(
-                        visit.child is not None and masks[visit.child] >> bit & 1
-                    )
+                    counters = self._counters[source.name]
+                    counters.visits.inc()
+                    counters.right.inc(visit.child is not None and masks[visit.child] >> bit & 1)
 
     def _record(self, trees: Sequence[TokenTree], elapsed_s: float) -> None:
         self._metrics.draft_seconds.observe(elapsed_s)
@@ -253,7 +262,7 @@ class Drafter:
         self._metrics.empty_trees.inc(sum(len(tree) == 1 for tree in trees))
         for bit, source in enumerate(self._sources):
             nodes = sum(mask >> bit & 1 for tree in trees for mask in tree.source_masks or ())
-            self._metrics.nodes.labels(source.name).inc(nodes)
+            self._counters[source.name].nodes.inc(nodes)
 
 
 def _cut_below(tree: TokenTree, eos_token_ids: frozenset[int]) -> TokenTree:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 _PREFIX = "treeserve_speculator_"
 _DRAFT_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+@dataclass(frozen=True)
+class SourceCounters:
+    """One source's counters, looked up once: see their help texts."""
+
+    seconds: Counter
+    nodes: Counter
+    visits: Counter
+    right: Counter
 
 
 class SpeculatorMetrics:
@@ -38,3 +50,8 @@ class SpeculatorMetrics:
         )
         self.sequences = Gauge(_PREFIX + "sequences", "Sequences assigned now", registry=registry)
         self.streams = Gauge(_PREFIX + "streams", "Verifiers connected now", registry=registry)
+
+    def of_source(self, name: str) -> SourceCounters:
+        """What is counted for each tree."""
+        counters = (self.source_seconds, self.nodes, self.visits, self.right)
+        return SourceCounters(*(counter.labels(name) for counter in counters))

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TypeAlias
@@ -69,20 +70,35 @@ _Claim: TypeAlias = tuple[Opinion, int, int]
 
 
 @dataclass(eq=False)
+class _Followed:
+    """Trees that were mixed, followed along committed tokens.
+
+    Attributes:
+        places: where these have led in them.
+        depth: of that place.
+        is_greedy: whether the target takes its most probable token.
+    """
+
+    places: _Places = ()
+    depth: int = 0
+    is_greedy: bool = True
+
+
+@dataclass(eq=False)
 class MixedSequence:
     """What a mixture keeps of one sequence.
 
     Attributes:
         trust: for each source (by its mask) how much more often its first children were right here than it said.
-        places: where the tokens committed since have led in its last trees.
-        depth: of that place.
-        is_greedy: whether the target took its most probable token for them.
+        latest: the sequence's latest trees.
     """
 
     trust: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    places: _Places = ()
-    depth: int = 0
-    is_greedy: bool = True
+    latest: _Followed = field(default_factory=lambda: _Followed())
+
+    def forget(self) -> None:
+        """There are no latest trees."""
+        self.latest = _Followed()
 
     def see(self, mask: int, odds: float, *, was_right: bool) -> None:
         """A source's first child was right or not, for which it claimed these log-odds."""
@@ -135,12 +151,12 @@ class Mixture:
             is_greedy: whether the target takes its most probable token: what sources claim means something else if not.
         """
         opinions = sorted((Opinion(tree) for tree in trees if len(tree) > 1), key=attrgetter("mask"))
-        sequence.places, sequence.depth, sequence.is_greedy = [(opinion, 0) for opinion in opinions], 0, is_greedy
+        sequence.latest = _Followed([(opinion, 0) for opinion in opinions], 0, is_greedy)
         terms = _Terms(self, sequence)
         token_ids, parents, log_probs, masks = [trees[0].token_ids[0]], [-1], [0.0], [0]
         # (-path probability, depth, order, parent, token, probability, claims)
         heap: list[tuple[float, int, int, int, int, float, list[_Claim]]] = []
-        order, node, path, depth, places = 0, 0, 1.0, 0, sequence.places
+        order, node, path, depth, places = 0, 0, 1.0, 0, sequence.latest.places
         while True:
             if depth < bounds.max_depth and (node == 0 or token_ids[node] not in self._eos_token_ids):
                 children = _Children.of(places)
@@ -161,26 +177,29 @@ class Mixture:
             places = [(opinion, child) for opinion, child, _ in claims]
         return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(masks))
 
-    def learn(self, sequence: MixedSequence, new_tokens: Iterable[int]) -> None:
-        """Follow the sequence's last trees along newly committed tokens, and learn from each node on the way."""
-        for token_id in new_tokens:
-            children = _Children.of(sequence.places)
-            sequence.depth += 1
-            if not children.masks:
-                sequence.places = ()
-                return
-            self._learn(sequence, children, token_id)
-            sequence.places = children.places_below(token_id)
+    def lesson(self, sequence: MixedSequence, new_tokens: Iterable[int]) -> Callable[[], None]:
+        """Tokens were committed: what follows the sequence's latest trees along them and learns on the way, later."""
+        return partial(self._follow, sequence, sequence.latest, new_tokens)
 
-    def _learn(self, sequence: MixedSequence, children: _Children, token_id: int) -> None:
-        model = self.model(sequence.is_greedy, children.masks)
+    def _follow(self, sequence: MixedSequence, latest: _Followed, new_tokens: Iterable[int]) -> None:
+        for token_id in new_tokens:
+            children = _Children.of(latest.places)
+            latest.depth += 1
+            if not children.masks:
+                latest.places = ()
+                return
+            self._learn(sequence, latest, children, token_id)
+            latest.places = children.places_below(token_id)
+
+    def _learn(self, sequence: MixedSequence, latest: _Followed, children: _Children, token_id: int) -> None:
+        model = self.model(latest.is_greedy, children.masks)
         observations = []
         for candidate, claims in children.claims.items():
-            features = _features(sequence, children.masks, claims, sequence.depth)
+            features = _features(sequence, children.masks, claims, latest.depth)
             p = probability(sum([model.weights[i] * x for i, x in features.items()]))
             observations.append((features, p, candidate == token_id))
         model.learn(observations)
-        for opinion, node in sequence.places:
+        for opinion, node in latest.places:
             if opinion.children[node]:
                 first = opinion.children[node][0]
                 sequence.see(opinion.mask, opinion.odds[first], was_right=opinion.token_ids[first] == token_id)
@@ -254,7 +273,7 @@ class _Terms:
         return rated
 
     def _sum_up(self, masks: tuple[int, ...]) -> tuple[list[float], dict[int, tuple[float, list[float]]]]:
-        w, trust = self._mixture.model(self._sequence.is_greedy, masks).weights, self._sequence.trust
+        w, trust = self._mixture.model(self._sequence.latest.is_greedy, masks).weights, self._sequence.trust
         silence = w[_BIAS]
         of_source: dict[int, tuple[float, list[float]]] = {}
         for at, mask in enumerate(masks):

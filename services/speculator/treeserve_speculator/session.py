@@ -51,6 +51,10 @@ class DraftSession:
         proposals = self._drafter.draft(due, self._limits, self._prices)
         return [(sequence.handle, proposal) for sequence, proposal in zip(due, proposals, strict=True)]
 
+    def learn(self) -> None:
+        """Learn from the updates: when their trees have left, because it delays the next ones."""
+        self._drafter.learn()
+
     def close(self) -> None:
         """Let go of all sequences: the stream has ended."""
         for handle in list(self._sequences):

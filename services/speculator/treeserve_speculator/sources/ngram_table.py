@@ -92,7 +92,9 @@ class NgramTableSource:
         if state.acceptance is AcceptanceRule.TYPICAL:  # probable tokens pass, whatever the noise would have drawn
             sampling = replace(sampling, temperature=0.0)
         seen: set[int] = state.source_state[self.name]
-        least, context_len = math.log(self._min_probability), self._table.max_order
+        # Other sources may agree with what alone would not pay.
+        least = math.log(max(self._min_probability, state.prices.node / 2.0))
+        context_len = self._table.max_order
         nodes = [_Node(state.tokens[-1], -1, 0, 0.0, 0.0, tuple(state.tokens[: -context_len - 1 : -1]))]
         children: dict[int, list[tuple[float, int]]] = {}
         # (-path log-probability, parent, rank): rank r + 1 enters when rank r leaves, so it stays small. A node enters
