@@ -40,7 +40,7 @@ class StreamOptions(_Strict):
 
 
 class Speculation(_Strict):
-    """Extension: the request's speculation switch and bound, how drafted tokens are accepted, and what kind of work it is.
+    """Extension: the switch and bound of speculation, how drafted tokens are accepted, and what kind of work it is.
 
     Only `replay` is bit-identical with `enabled: false`; `multi_step` keeps the distribution, `typical` is lossy.
     """

@@ -207,6 +207,7 @@ class VerifyLoop:
                 break
             if waiting_since is None:
                 waiting_since = now
+                await asyncio.sleep(0)  # the asks leave first
                 self._catch_up()
             alarm = asyncio.get_running_loop().call_later(until - now, self._changed.set)
             await self._changed.wait()
