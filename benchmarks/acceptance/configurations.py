@@ -81,9 +81,9 @@ def find_configurations(
     alone = try_all(Configuration(name, (name,), common) for name in SINGLE)
     merged = Configuration(MERGED, tuple(name for c in alone for name in c.sources), common)
     try_all([merged, Configuration(CORPUS, (CORPUS,), {**common, "corpus": corpus})])
-    default = ClusterConfig().sources
-    if set(default) != set(merged.sources):
-        try_all([Configuration(OUT_OF_THE_BOX, default, common)])
+    default = Configuration(OUT_OF_THE_BOX, ClusterConfig().sources, common)
+    if set(default.drafter(model_folder).source_names) != set(merged.sources):
+        try_all([default])
     try_all(Configuration(name, SSMS[: i + 1], {**common, **ssms}) for i, name in enumerate(WIDTHS))
     try_all(Configuration(name, SSMS[:1], {**common, **fields}) for name, fields in also.items())
     return Found(tuple(found), skipped)

@@ -49,7 +49,6 @@ from treeserve_training.target_features import TargetFeatures
 from treeserve_verifier.config import default_threads
 
 RESULTS = ROOT / "benchmarks" / "results" / "acceptance.json"
-DRAFTERS = ROOT / "drafters" / "SmolLM2-135M-Instruct"
 _LONGEST_PROMPT = 2048
 
 
@@ -60,7 +59,7 @@ class Options:
     Attributes:
         nodes: budgets, ascending.
         per_task: most prompts of each task.
-        drafters: folder of trained drafters for all configurations; None for none.
+        drafters: folder of trained drafters for all configurations; None for the shipped ones.
         ssms: folder of the draft models of `ssm1` to `ssm5`; None for the same.
         also: folders of more draft models, by the name of their configuration.
         corpus: for the corpus source; None to leave it out.
@@ -201,7 +200,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--dtype", default="int8", help="the target's (int8)")
     add("--threads", type=int, default=default_threads(), help="of the target; by default as `treeserve up`")
     add("--prompts", type=Path, action="append", default=[], help="more prompts: Spec-Bench, ShareGPT or plain JSONL")
-    add("--drafters", type=Path, default=DRAFTERS, help="folder of trained drafters")
+    add("--drafters", type=Path, help="folder of trained drafters; without it the shipped ones")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
     add("--also", action="append", default=[], metavar="NAME=FOLDER", help="one more draft model, alone")
     add("--corpus", type=Path, help="file of `treeserve corpus build`, for the corpus source alone")
@@ -229,7 +228,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         dtype=args.dtype,
         threads=args.threads,
         prompts=tuple(args.prompts),
-        drafters=args.drafters if args.drafters != DRAFTERS or DRAFTERS.exists() else None,
+        drafters=args.drafters,
         ssms=args.ssms,
         also={name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)},
         corpus=args.corpus,

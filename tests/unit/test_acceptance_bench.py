@@ -218,7 +218,7 @@ def test_drafters_that_do_not_exist_are_skipped_and_named(tiny_model: Path, tmp_
     merged = next(c for c in found.configurations if c.name == MERGED)
     alone = [name for name in names if name in ("ngram", "suffix", "recycling", "ngram_table")]
     assert merged.sources == tuple(alone)
-    assert OUT_OF_THE_BOX not in names or set(merged.sources) != {"ngram", "suffix", "recycling"}
+    assert OUT_OF_THE_BOX not in names, "nothing is shipped for this model: it is the same as all merged"
 
 
 def test_tables_show_every_pass(tiny_model: Path, tmp_path: Path) -> None:
