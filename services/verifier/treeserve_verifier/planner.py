@@ -11,6 +11,7 @@ from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.sequence import Sequence
 
+_SPARE_NODES = 4
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
 
 _RatedNode = tuple[float, int, int, int, int]  # -f, depth, candidate, place in the tree's ranking, node
@@ -108,7 +109,9 @@ class StepPlanner:
             return 0
         if self.prices(running).row > _MOST_OF_A_TOKEN:
             return 0
-        return max(0, min(self._config.max_nodes, share, self._config.max_nodes if limit is None else limit))
+        # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
+        pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES
+        return max(0, min(self._config.max_nodes, share, pays, self._config.max_nodes if limit is None else limit))
 
     def prices(self, decoding: int) -> Prices:
         """What tokens and rows cost while so many sequences decode."""

@@ -14,6 +14,7 @@ from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Emission, Sequence
 
+_VERIFIED_SMOOTHING = 0.3
 _CALIBRATION_SMOOTHING = 0.15
 _PRIOR_SMOOTHING = 0.02
 _FORGIVENESS = 0.01
@@ -150,6 +151,8 @@ class Scheduler:
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
         sequence.stats.record(drafted, len(outcome.accepted_nodes))
         self._calibrate(planned, outcome)
+        if drafted or planned.untried is not None:
+            sequence.verified += _VERIFIED_SMOOTHING * (drafted - sequence.verified)
         emission = Emission(
             offset,
             outcome.token_ids,

@@ -62,6 +62,7 @@ class Sequence:
         tokens: committed tokens, prompt and output. The last one is the root of the next tree: its KV is not computed.
         sampler: replay state; it alone chooses tokens.
         stop_watch: set if the request has stop strings.
+        verified: draft nodes that a step with a tree verifies, smoothed.
         calibration: accepted over expected nodes, smoothed: how far the drafters' probabilities hold here.
     """
 
@@ -74,6 +75,7 @@ class Sequence:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     cancelled: bool = False
     calibration: float = 1.0
+    verified: float = 4.0
     span: Span = INVALID_SPAN
 
     @property
