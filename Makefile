@@ -74,7 +74,7 @@ protos: $(INSTALLED) ## Generate the stubs in protos/gen
 	$(BIN)/python protos/generate.py
 
 lock: $(INSTALLED) ## Resolve pyproject.toml into the hashed locks: of this checkout, and from that of the two images
-	$(PIP_COMPILE) --allow-unsafe --extra engine --extra router --extra cli --extra dev -o requirements/treeserve.lock
+	$(PIP_COMPILE) --allow-unsafe --extra engine --extra router --extra cli --extra train --extra dev -o requirements/treeserve.lock
 	$(PIP_COMPILE) $(IMAGE_LOCK) --allow-unsafe --extra router --extra cli -o requirements/router.lock
 	$(PIP_COMPILE) $(IMAGE_LOCK) --unsafe-package torch --extra engine -o requirements/engine.lock
 
