@@ -104,7 +104,8 @@ class TestGrowth:
 
 class TestSsm:
     @pytest.fixture(scope="class")
-    def model(self, tiny_model: Path) -> LlamaModel:
+    @classmethod
+    def model(cls, tiny_model: Path) -> LlamaModel:
         torch.set_num_threads(1)
         return LlamaModel.load(tiny_model, load_config(tiny_model), torch.float32, torch.device("cpu"))
 
