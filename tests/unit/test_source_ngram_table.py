@@ -135,7 +135,7 @@ class TestFile:
         with pytest.raises(InvalidArgumentError, match="cannot be used"):
             NgramTable.open(path, IDENTITY, tmp_path)
         write_arrays(path, [("kind", "ssm 1")])
-        with pytest.raises(InvalidArgumentError, match="'ssm 1', not an n-gram table"):
+        with pytest.raises(InvalidArgumentError, match="'ssm 1', not 'ngram table 1'"):
             NgramTable.open(path, IDENTITY, tmp_path)
         write_arrays(path, [("kind", "ngram table 1"), ("vocab_size", 7)])
         with pytest.raises(InvalidArgumentError, match="lacks a part"):

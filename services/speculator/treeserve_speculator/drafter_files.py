@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays
 from treeserve_engine.made_once import content_hash, default_cache_dir
+
+_T = TypeVar("_T")
 
 MANIFEST = "drafter.json"
 _FORMAT = 1
@@ -171,6 +177,36 @@ def find_drafters(
         if (target.tokenizer_hash, target.vocab_size, target.hidden_size) == (tokenizer_hash, vocab_size, hidden_size):
             return shipped
     return None
+
+
+def read_drafter(path: Path, kind: str, make: Callable[[Mapping[str, Any]], _T], cache_dir: Path) -> _T:
+    """What a source makes of its file, mapped read-only.
+
+    Args:
+        kind: format and version, which the file names under "kind".
+        make: from the file's parts by name.
+        cache_dir: where the hashes of unchanged files are remembered.
+
+    Raises:
+        InvalidArgumentError: if it cannot be read, is damaged, of another kind, or lacks a part.
+    """
+    try:
+        parts = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+    except (DamagedFileError, OSError) as error:
+        raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
+    if parts.get("kind") != kind:
+        raise InvalidArgumentError(_FIELD, f"{path} is {parts.get('kind')!r}, not {kind!r}")
+    try:
+        return make(parts)
+    except (KeyError, TypeError) as error:
+        raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+
+
+def check_vocabulary(token_ids: npt.NDArray[np.int64], num_outputs: int, vocab_size: int) -> None:
+    """Raise InvalidArgumentError unless a drafter's outputs stand for an ascending part of the target's ids."""
+    ids = token_ids
+    if len(ids) != num_outputs or not (ids[0] >= 0 and ids[-1] < vocab_size and (np.diff(ids) > 0).all()):
+        raise InvalidArgumentError(_FIELD, "a drafter's vocabulary is not one of the target's")
 
 
 def open_for_writing(folder: Path, target: DrafterTarget, licence: str) -> DrafterFolder:

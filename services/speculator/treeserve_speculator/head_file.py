@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureShape
-from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, Item, map_arrays, write_arrays
-from treeserve_engine.made_once import content_hash
+from treeserve_engine.array_file import Item, write_arrays
 from treeserve_engine.packed_weights import flat_items, layer_of, linear_of
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear
+from treeserve_speculator.drafter_files import check_vocabulary, read_drafter
 
 _KIND = "head 1"
 _FIELD = "drafter_folder"
@@ -71,16 +71,7 @@ class HeadFile:
         Raises:
             InvalidArgumentError: if it is damaged or no draft head of this version.
         """
-        try:
-            items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
-        except (DamagedFileError, OSError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
-        if items.get("kind") != _KIND:
-            raise InvalidArgumentError(_FIELD, f"{path} is {items.get('kind')!r}, not a draft head ({_KIND!r})")
-        try:
-            return cls._of(items)
-        except (KeyError, TypeError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+        return read_drafter(path, _KIND, cls._of, cache_dir)
 
     @classmethod
     def _of(cls, items: Mapping[str, Any]) -> HeadFile:
@@ -96,9 +87,8 @@ class HeadFile:
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidArgumentError if its parts do not fit together, or not a target of `vocab_size` ids."""
-        ids, hidden, depths = self.token_ids, self.shape.hidden_size, len(self.shape.layers)
-        if len(ids) != self.head.num_outputs or not (ids[0] >= 0 and ids[-1] < vocab_size and (np.diff(ids) > 0).all()):
-            raise InvalidArgumentError(_FIELD, "the draft head's vocabulary is not one of the target's")
+        check_vocabulary(self.token_ids, self.head.num_outputs, vocab_size)
+        hidden, depths = self.shape.hidden_size, len(self.shape.layers)
         for linear, inputs in ((self.from_features, (depths + 1) * hidden), (self.from_hidden, 2 * hidden)):
             if (linear.num_outputs, linear.num_inputs) != (hidden, inputs):
                 raise InvalidArgumentError(_FIELD, "the draft head's projections have other sizes than its features")

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treeserve_core.errors import InvalidArgumentError
-from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, Item, map_arrays, write_arrays
-from treeserve_engine.made_once import content_hash
+from treeserve_engine.array_file import Item, write_arrays
 from treeserve_engine.packed_weights import flat_items, layer_of, linear_of
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear
+from treeserve_speculator.drafter_files import check_vocabulary, read_drafter
 
 _KIND = "ssm 1"
-_FIELD = "drafter_folder"
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,7 @@ class SsmFile:
         Raises:
             InvalidArgumentError: if it is damaged or no draft model of this version.
         """
-        try:
-            items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
-        except (DamagedFileError, OSError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
-        if items.get("kind") != _KIND:
-            raise InvalidArgumentError(_FIELD, f"{path} is {items.get('kind')!r}, not a draft model ({_KIND!r})")
-        try:
-            return cls._of(items)
-        except (KeyError, TypeError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+        return read_drafter(path, _KIND, cls._of, cache_dir)
 
     @classmethod
     def _of(cls, items: Mapping[str, Any]) -> SsmFile:
@@ -89,9 +78,7 @@ class SsmFile:
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidArgumentError if the vocabulary is no ascending part of the target's `vocab_size` ids."""
-        ids = self.token_ids
-        if len(ids) != self.head.num_outputs or not (ids[0] >= 0 and ids[-1] < vocab_size and (np.diff(ids) > 0).all()):
-            raise InvalidArgumentError(_FIELD, "the draft model's vocabulary is not one of the target's")
+        check_vocabulary(self.token_ids, self.head.num_outputs, vocab_size)
 
     def with_target(self, target: DecoderWeights) -> DecoderWeights:
         """The whole draft model, with the target's embedding and rotary positions."""

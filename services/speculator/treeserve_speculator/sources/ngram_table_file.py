@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays, write_arrays
-from treeserve_engine.made_once import content_hash
+from treeserve_engine.array_file import write_arrays
+from treeserve_speculator.drafter_files import read_drafter
 
 _KIND = "ngram table 1"
 _FIELD = "drafter_folder"
@@ -189,16 +189,7 @@ class NgramTable:
         Raises:
             InvalidArgumentError: if it cannot be read, is damaged, is something else, or was made for another target.
         """
-        try:
-            items = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
-        except (DamagedFileError, OSError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
-        if items.get("kind") != _KIND:
-            raise InvalidArgumentError(_FIELD, f"{path} is {items.get('kind')!r}, not an n-gram table ({_KIND!r})")
-        try:
-            table = cls(items)
-        except (KeyError, TypeError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+        table = read_drafter(path, _KIND, cls, cache_dir)
         if table.identity != identity:
             raise InvalidArgumentError(_FIELD, f"{path} was made for another tokenizer than the target's")
         return table
