@@ -40,8 +40,4 @@ def export_head(
         norm=model.norm.detach().numpy(),
         head=pack_tensors(LinearTensors(model.head.detach())),
     )
-    path = folder / f"{HEAD}.int8"
-    unfinished = path.with_suffix(".unfinished")
-    content.write(unfinished)
-    unfinished.replace(path)
-    return drafters.with_file(HEAD, path, recipe)
+    return drafters.with_written(HEAD, content.write, recipe)

@@ -46,8 +46,4 @@ def export_ssm(
         norm=model.norm.detach().numpy(),
         head=pack_tensors(LinearTensors(model.head.detach())),
     )
-    path = folder / f"{source}.int8"
-    unfinished = path.with_suffix(".unfinished")
-    content.write(unfinished)
-    unfinished.replace(path)
-    return drafters.with_file(source, path, recipe)
+    return drafters.with_written(source, content.write, recipe)

@@ -135,6 +135,14 @@ class DrafterFolder:
             raise InvalidArgumentError(_FIELD, f"{path} is damaged: its content is not what {MANIFEST} says")
         return path
 
+    def with_written(self, source: str, write: Callable[[Path], None], recipe: Mapping[str, Any]) -> DrafterFolder:
+        """The folder with an int8 file for a source, in place of an earlier one; it appears when it is complete."""
+        path = self.folder / f"{source}.int8"
+        unfinished = path.with_suffix(".unfinished")
+        write(unfinished)
+        unfinished.replace(path)
+        return self.with_file(source, path, recipe)
+
     def with_file(self, source: str, file: Path, recipe: Mapping[str, Any]) -> DrafterFolder:
         """The folder with a source's file, which lies in it already, recorded anew; written to drafter.json."""
         with file.open("rb") as content:
