@@ -12,17 +12,17 @@ PEERS := .tools/peers
 CPU_KERNELS := kernels/treeserve_kernels/cpu
 NATIVE := $(CPU_KERNELS)/libtreeserve_cpu.so
 PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
-	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator treeserve_training
+	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator treeserve_training treeserve_simulator
 PIP_COMPILE := CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/pip-compile pyproject.toml --quiet --generate-hashes \
 	--strip-extras --no-emit-index-url --no-emit-find-links
 IMAGE_LOCK := --build-deps-for wheel -c requirements/treeserve.lock
 export TREESERVE_CACHE := $(CACHE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up test lint format protos lock bench-forward bench-quality bench-acceptance peers bench-peers gpu-check kernels clean
+.PHONY: help setup run up test lint format protos lock bench-forward bench-quality bench-acceptance peers bench-peers bench-slo bench-never-slower bench-sessions simulate-check chaos gpu-check kernels clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) $(MODEL) $(NATIVE) ## Create .venv from the hashed lock, build the kernels, fetch the default model
 
@@ -59,7 +59,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/mypy protos/generate.py requirements/*.py benchmarks/*.py
-	$(BIN)/mypy -p benchmarks.peers -p benchmarks.acceptance
+	$(BIN)/mypy -p benchmarks.peers -p benchmarks.acceptance -p benchmarks.slo -p benchmarks.never_slower -p benchmarks.sessions -p benchmarks.chaos -p benchmarks.simulator
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb
@@ -106,6 +106,21 @@ $(PEERS)/vllm/.installed: requirements/peers/vllm.txt
 
 bench-peers: setup ## Measure treeserve beside llama.cpp, vLLM and transformers (25 minutes; see `make peers`); ARGS=--quick
 	$(BIN)/python -m benchmarks.peers.run $(ARGS)
+
+bench-slo: setup ## Service levels under rising load beside two baselines, in one run; ARGS=--quick
+	$(BIN)/python -m benchmarks.slo $(ARGS)
+
+bench-never-slower: setup ## Speculation on against off, at 1 to 32 requests at once and six kinds of task; ARGS=--quick
+	$(BIN)/python -m benchmarks.never_slower $(ARGS)
+
+bench-sessions: setup ## Second turns of conversations against cold ones, with one router and three; ARGS=--quick
+	$(BIN)/python -m benchmarks.sessions $(ARGS)
+
+simulate-check: setup ## The simulator's predictions beside a real run, and 64 verifiers under bursts; ARGS=--quick
+	$(BIN)/python -m benchmarks.simulator $(ARGS)
+
+chaos: setup ## Kill, drain and pause every role under 300 requests: outputs must be whole (4 minutes); ARGS=--quick
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 gpu-check: setup ## On a GPU: prove and time the kernels, write benchmarks/results
 	$(BIN)/python -m benchmarks.gpu_check --model $(MODEL) --cache-dir $(CACHE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from benchmarks.acceptance import live, report, tables
 from benchmarks.acceptance.configurations import MERGED, Found, find_configurations
@@ -40,6 +37,7 @@ from benchmarks.acceptance.tasks import TASKS, own_prompts, prompts_of_file
 from benchmarks.peers.process import ROOT
 from benchmarks.peers.run import machine, make_settings, rounded, without_paths, without_root
 from benchmarks.peers.tasks import Conversation
+from benchmarks.terminal import make_console
 from treeserve_engine.interface import Model
 from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
@@ -85,7 +83,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record, replay, print, and write the JSON."""
-    options, ran_on, console = parse_options(argv), machine(), Console(width=_width())
+    options, ran_on, console = parse_options(argv), machine(), make_console()
     settings = make_settings(options.threads, 1)
     folder, cache = ROOT / settings.folder, ROOT / settings.cache
     tokenizer = Tokenizer.from_folder(folder)
@@ -238,8 +236,3 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         treeserve_set=tuple(args.treeserve_set),
         json=args.json,
     )
-
-
-def _width() -> int | None:
-    """Of the output: the terminal's own, or wide enough for all columns if it goes to a file."""
-    return None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "200"))

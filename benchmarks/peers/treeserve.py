@@ -17,12 +17,17 @@ from treeserve_client import AsyncClient, TreeserveClientError
 from treeserve_verifier.config import default_threads
 
 ON, OFF = "treeserve_on", "treeserve_off"
+TENANT_HEADER = "x-treeserve-tenant"
+# A request that names no tenant leaves nothing behind, in drafters or caches, that the next one could find.
+FORGETFUL = f"router.tenant_header={TENANT_HEADER}"
+# A class whose requests are made to wait when they come all at once, and not refused.
+PATIENT = "router.default_service_class=interactive"
 
 
 class Treeserve:
     """One cluster that serves with speculation and, asked so by a request, without.
 
-    It is started anew for each turn: its drafters remember answers, and would know a prompt that comes again.
+    It forgets: the same prompts come with speculation and without, and the second would find prefix and answer known.
 
     Args:
         options: `NAME=VALUE` is an option of `treeserve up`, `ROLE.FIELD=VALUE` a setting of a service.
@@ -33,7 +38,7 @@ class Treeserve:
 
     def __init__(self, settings: Settings, dtype: str, options: Sequence[str] = ()) -> None:
         self._settings = settings
-        self._options = (f"dtype={dtype}", *options)
+        self._options = (f"dtype={dtype}", FORGETFUL, PATIENT, *options)
         self.threads = int(verifier_setting(options, "threads", str(default_threads())))
         self.kv_dtype = verifier_setting(options, "kv_dtype", "auto")
         self.command = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import socket
@@ -35,15 +36,19 @@ class LocalCluster:
         report: told in one line each what happens, from several threads.
 
     Attributes:
-        grpc_address, http_address: the router's, "host:port".
+        grpc_addresses, http_addresses: the routers', "host:port" each.
+        grpc_address: all of them, as the SDK takes them.
+        http_address: the first router's.
         run_dir: holds a log for each process, ``<role>-<index>.log``. A temporary one goes away with a cluster in
             which nothing crashed.
     """
 
     def __init__(self, config: ClusterConfig, report: Callable[[str], None] = lambda _line: None) -> None:
         self.config = config
-        self.grpc_address = f"{_HOST}:{config.grpc_port or _free_port()}"
-        self.http_address = f"{_HOST}:{config.http_port or _free_port()}"
+        self.grpc_addresses = _addresses(config.grpc_port, config.routers)
+        self.http_addresses = _addresses(config.http_port, config.routers)
+        self.grpc_address = ",".join(self.grpc_addresses)
+        self.http_address = self.http_addresses[0]
         run_dir = config.run_dir or Path(tempfile.gettempdir()) / f"treeserve-{secrets.token_hex(4)}"
         self.run_dir = run_dir.absolute()  # Valkey changes its working folder
         self._report = report
@@ -67,15 +72,15 @@ class LocalCluster:
         self.processes[role][index].kill()
 
     def start(self) -> None:
-        """Prepare the model, start all processes and wait until the router serves with every verifier.
+        """Prepare the model, start all processes and wait until each router serves with every verifier.
 
         Raises:
             ClusterError: if a port is taken, a process exits or time runs out. Nothing is left running then.
             InvalidArgumentError: if the model cannot be served.
         """
         # Whoever has the port, another cluster perhaps, would be taken for this one's router.
-        _check_free(self.grpc_address, self.http_address)
-        layout = Layout(self.run_dir, self._prepare_model(), self.grpc_address, self.http_address)
+        _check_free(*self.grpc_addresses, *self.http_addresses)
+        layout = Layout(self.run_dir, self._prepare_model(), self.grpc_addresses, self.http_addresses)
         self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._report(f"logs in {self.run_dir}")
         policy = RestartPolicy(enabled=not self.config.no_restart)
@@ -88,7 +93,7 @@ class LocalCluster:
             raise
 
     def stop(self) -> None:
-        """Stop router, speculators, verifiers and Valkey in this order; returns when none is left."""
+        """Stop routers, speculators, verifiers and Valkey in this order; returns when none is left."""
         if self._supervisor is None:
             return
         self._supervisor.stop()
@@ -105,14 +110,18 @@ class LocalCluster:
 
     def _wait_ready(self, children: tuple[Child, ...]) -> None:
         until = time.monotonic() + self.config.ready_timeout_s
-        with Client(self.grpc_address) as client, grpc.insecure_channel(self.grpc_address) as channel:
-            while not (self._serves_model(client) and _is_healthy(channel)):
-                for child in children:
-                    if child.exit_code is not None:
-                        raise ClusterError(f"{child.spec.name} exited with {child.exit_code}:\n{_tail(child.spec.log)}")
-                if time.monotonic() > until:
-                    raise ClusterError(f"not ready after {self.config.ready_timeout_s:g} s; see {self.run_dir}")
-                time.sleep(_POLL_S)
+        for address in self.grpc_addresses:
+            with Client(address) as client, grpc.insecure_channel(address) as channel:
+                while not (self._serves_model(client) and _is_healthy(channel)):
+                    self._check_starting(children, until)
+                    time.sleep(_POLL_S)
+
+    def _check_starting(self, children: tuple[Child, ...], until: float) -> None:
+        for child in children:
+            if child.exit_code is not None:
+                raise ClusterError(f"{child.spec.name} exited with {child.exit_code}:\n{_tail(child.spec.log)}")
+        if time.monotonic() > until:
+            raise ClusterError(f"not ready after {self.config.ready_timeout_s:g} s; see {self.run_dir}")
 
     def _serves_model(self, client: Client) -> bool:
         try:
@@ -145,7 +154,13 @@ def _check_free(*addresses: str) -> None:
             raise ClusterError(f"cannot listen on {address}: {error.strerror}") from error
 
 
-def _free_port() -> int:
-    with socket.create_server((_HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def _addresses(first_port: int, count: int) -> tuple[str, ...]:
+    """Addresses of processes of one kind; with port 0 at ports that are free now."""
+    ports = range(first_port, first_port + count) if first_port else _free_ports(count)
+    return tuple(f"{_HOST}:{port}" for port in ports)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:  # held together, so that they differ
+        listeners = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]

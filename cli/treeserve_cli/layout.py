@@ -10,11 +10,14 @@ from pathlib import Path
 from treeserve_cli.supervisor import ProcessSpec
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.made_once import default_cache_dir
+from treeserve_speculator.config import CHEAP_SOURCES, TRAINED
 from treeserve_verifier.config import default_threads
 from treeserve_wire.config import check_at_least, option
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct.gguf"
 ROLES = ("valkey", "verifier", "speculator", "router")
+# Everybody who reaches a local cluster owns it.
+_EXPLAIN_REQUESTS = 1024
 # Time to end beyond draining: closing streams, freeing memory.
 _STOP_MARGIN_S = 5.0
 
@@ -32,6 +35,7 @@ class ClusterConfig:
     )
     model_name: str | None = field(default=None, metadata=option("served name; without it the file's or folder's"))
     dtype: str = field(default="auto", metadata=option("int8, bfloat16, float32, or auto: int8 where that exists"))
+    routers: int = field(default=1, metadata=option("number of routers; ports of the others follow the first one's"))
     verifiers: int = field(default=1, metadata=option("number of verifiers"))
     speculators: int = field(default=1, metadata=option("number of speculators; 0 decodes plainly"))
     sources: tuple[str, ...] = field(
@@ -64,7 +68,7 @@ class ClusterConfig:
     )
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "verifiers", "threads", "kv_tokens")
+        check_at_least(self, 1, "routers", "verifiers", "threads", "kv_tokens")
         check_at_least(self, 0, "speculators")
         for name in ("grpc_port", "http_port"):
             if not 0 <= getattr(self, name) < 2**16:
@@ -75,6 +79,11 @@ class ClusterConfig:
                 raise InvalidArgumentError(
                     "settings", f"{setting!r} is not ROLE.FIELD=VALUE with a role of {ROLES[1:]}"
                 )
+
+    @property
+    def colocated_sources(self) -> tuple[str, ...]:
+        """The draft sources that run in the verifiers too: on one machine a hop costs as much as half a token."""
+        return tuple(s for s in self.sources if s in (*CHEAP_SOURCES, TRAINED)) if self.speculators else ()
 
     def settings_of(self, role: str) -> dict[str, str]:
         """The settings of one role, by field."""
@@ -97,12 +106,12 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the processes of one cluster meet: the run directory with logs and sockets, and the router's addresses."""
+    """Where the processes of one cluster meet: the run directory with logs and sockets, and the routers' addresses."""
 
     run_dir: Path
     model_folder: Path
-    grpc_address: str
-    http_address: str
+    grpc_addresses: tuple[str, ...]
+    http_addresses: tuple[str, ...]
 
     def socket(self, role: str, index: int) -> Path:
         """The Unix socket of a process."""
@@ -126,6 +135,8 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "cache_dir": config.cache_dir,
             "threads": config.threads,
             "kv_tokens": config.kv_tokens,
+            "colocated_sources": ",".join(config.colocated_sources),
+            "drafter_folder": config.drafters or "",
             "drain_s": config.drain_s,
         }
         specs.append(_service("verifier", i, model | fields, config, layout))
@@ -140,15 +151,17 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "cache_dir": config.cache_dir,
         }
         specs.append(_service("speculator", i, model | fields, config, layout))
-    fields = {
-        "listen": layout.grpc_address,
-        "http_listen": layout.http_address,
-        "verifiers": ",".join(verifiers),
-        "redis_url": "" if config.no_redis else f"unix://{layout.socket('valkey', 0)}",
-        "router_id": "router-0",
-        "drain_s": config.drain_s,
-    }
-    specs.append(_service("router", 0, model | fields, config, layout))
+    for i in range(config.routers):
+        fields = {
+            "listen": layout.grpc_addresses[i],
+            "http_listen": layout.http_addresses[i],
+            "verifiers": ",".join(verifiers),
+            "redis_url": "" if config.no_redis else f"unix://{layout.socket('valkey', 0)}",
+            "router_id": f"router-{i}",
+            "explain_requests": _EXPLAIN_REQUESTS,
+            "drain_s": config.drain_s,
+        }
+        specs.append(_service("router", i, model | fields, config, layout))
     return specs
 
 

@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from treeserve_cli import corpus
+from treeserve_cli import corpus, simulate
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.demo import run_demo
+from treeserve_cli.explain import explanation_table, explanations
 from treeserve_cli.layout import ClusterConfig
 from treeserve_cli.train import train
 from treeserve_client import (
@@ -46,8 +48,9 @@ app = typer.Typer(
 )
 
 app.add_typer(corpus.app, name="corpus")
+app.add_typer(simulate.app, name="simulate")
 
-Address = Annotated[str, typer.Option("--address", help="The router's gRPC address.")]
+Address = Annotated[str, typer.Option("--address", help="gRPC address of the router, or of several: A,B.")]
 
 
 def _tell(message: object) -> None:
@@ -217,6 +220,26 @@ def _summary(completion: Completion) -> dict[str, Any]:
         },
         "timing": {"ttft_ms": timing.ttft_ms, "tpot_ms": timing.tpot_ms, "e2e_ms": timing.e2e_ms},
     }
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As `Started` or the HTTP answer named it.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each router that knows it.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Tell why a request waited and where it ran. Each router knows its own part: --address takes several."""
+    try:
+        known = explanations(address, request_id)
+    except TreeserveClientError as error:
+        raise _fail_call(error, address) from None
+    for explanation in known:
+        if as_json:
+            print(json.dumps(asdict(explanation)))
+        else:
+            Console().print(explanation_table(explanation))
 
 
 @app.command()

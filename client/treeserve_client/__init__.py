@@ -2,16 +2,19 @@
 
 from treeserve_client.client import AsyncClient, AsyncStream, Client, Stream
 from treeserve_client.errors import (
+    Aborted,
     Cancelled,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     TreeserveClientError,
     Unavailable,
 )
-from treeserve_client.request import GenerateParams, Preset
+from treeserve_client.explanation import Decision, Explanation, PlacementCost
+from treeserve_client.request import GenerateParams, Preset, ServiceClass
 from treeserve_client.types import (
     AcceptanceRule,
     Chunk,
@@ -25,6 +28,7 @@ from treeserve_client.types import (
 )
 
 __all__ = [
+    "Aborted",
     "AcceptanceRule",
     "AsyncClient",
     "AsyncStream",
@@ -33,14 +37,19 @@ __all__ = [
     "Client",
     "Completion",
     "DeadlineExceeded",
+    "Decision",
+    "Explanation",
     "GenerateParams",
     "Internal",
     "InvalidArgument",
     "Model",
     "NotFound",
+    "PermissionDenied",
+    "PlacementCost",
     "PositionLogProbs",
     "Preset",
     "ResourceExhausted",
+    "ServiceClass",
     "SpeculationStats",
     "Started",
     "Stream",

@@ -37,6 +37,12 @@ class InvalidArgument(TreeserveClientError):
         return cls(f"{field}: {reason}", {field: reason})
 
 
+class PermissionDenied(TreeserveClientError):
+    """The caller may not ask for this, for example a more urgent class or tighter targets than are due."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class NotFound(TreeserveClientError):
     """No verifier serves the model."""
 
@@ -59,6 +65,12 @@ class Unavailable(TreeserveClientError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class Aborted(TreeserveClientError):
+    """A newer turn of the same session began before this one could run."""
+
+    code = grpc.StatusCode.ABORTED
+
+
 class DeadlineExceeded(TreeserveClientError):
     """`deadline_s` passed."""
 
@@ -77,7 +89,10 @@ class Internal(TreeserveClientError):
     code = grpc.StatusCode.INTERNAL
 
 
-_PLAIN = {kind.code: kind for kind in (NotFound, Unavailable, DeadlineExceeded, Cancelled, Internal)}
+_PLAIN = {
+    kind.code: kind
+    for kind in (PermissionDenied, NotFound, Unavailable, Aborted, DeadlineExceeded, Cancelled, Internal)
+}
 
 
 def from_rpc(error: grpc.RpcError) -> TreeserveClientError:

@@ -14,7 +14,16 @@ import grpc
 
 from treeserve.common.v1 import common_pb2
 from treeserve.inference.v1 import inference_pb2
-from treeserve_client.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable, from_rpc
+from treeserve_client.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TreeserveClientError,
+    Unavailable,
+    from_rpc,
+)
 from treeserve_client.types import (
     Chunk,
     Completion,
@@ -43,10 +52,19 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How far a call may go: seconds until it must end (None: no limit), and how often a broken stream is resumed."""
+    """How far a call may go.
+
+    Attributes:
+        deadline_s: seconds until it must end; None for no limit.
+        max_resumes: how often a broken stream is taken up again.
+        routers: how many there are to try, one after the other.
+        metadata: sent with every call.
+    """
 
     deadline_s: float | None = None
     max_resumes: int = 5
+    routers: int = 1
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 class Generation:
@@ -70,6 +88,7 @@ class Generation:
         self._clock = clock
         self._began = clock()
         self._awaits_started = True
+        self._by_id = False  # any router can take it up by its id
         self._resumes = 0
         self._broke_at = 0.0
         self._attempts = 0  # since it broke
@@ -84,10 +103,13 @@ class Generation:
         if self.started is None:
             return self._request
         request = inference_pb2.GenerateRequest()
-        request.CopyFrom(self._request)
+        if self._by_id:
+            request.resume.CopyFrom(inference_pb2.ResumeInput(offset=len(self._token_ids)))
+        else:
+            request.CopyFrom(self._request)
+            request.sampling.seed = self.started.seed
         request.request_id = self.started.request_id
         request.model = self.started.model
-        request.sampling.seed = self.started.seed
         request.generated_token_ids.extend(self._token_ids)
         return request
 
@@ -97,6 +119,11 @@ class Generation:
         if self._options.deadline_s is None:
             return None
         return min(max(0.0, self._began + self._options.deadline_s - self._clock()), _LONGEST_S)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call."""
+        return self._options.metadata
 
     def receive(self, event: inference_pb2.GenerateResponse) -> Chunk | None:
         """Take one event; returns the chunk it brings, if it brings tokens or text.
@@ -122,7 +149,8 @@ class Generation:
             raise Internal("the stream ended before the generation did")
 
     def resume_delay_s(self, error: grpc.RpcError) -> float | None:
-        """The call failed: seconds to wait before `request` may be sent again; None if nothing is owed any more.
+        """The call failed: seconds to wait before `request` may be sent again, to the next router if there are several;
+        None if nothing is owed any more.
 
         Raises:
             TreeserveClientError: if resuming cannot help, is used up or would come after the deadline.
@@ -130,17 +158,37 @@ class Generation:
         if self.result is not None:
             return None
         typed = from_rpc(error)
-        if not isinstance(typed, Unavailable) or self.started is None or not self._may_resume():
+        if self._by_id and self._awaits_started and isinstance(typed, NotFound | InvalidArgument):
+            self._by_id = False  # the router knows nothing of it, but it can run all of it
+            return 0.0
+        if not self._may_help(typed) or not self._may_try_again():
             raise typed from error
-        delay_s: float = min(_FIRST_RESUME_DELAY_S * 2**self._attempts, _MAX_RESUME_DELAY_S)
-        self._attempts += 1
+        delay_s = self._next_delay_s(typed)
         remaining_s = self.remaining_s
         if remaining_s is not None and remaining_s <= delay_s:
             raise DeadlineExceeded("the deadline leaves no time to resume") from error
         return delay_s
 
-    def _may_resume(self) -> bool:
-        """Whether to try (again) after a running stream broke, or an attempt to resume it failed."""
+    def _may_help(self, error: TreeserveClientError) -> bool:
+        """Whether another try can go better. One that is being resumed waits for a place where there is none."""
+        resumes = self.started is not None and self._awaits_started
+        is_full = isinstance(error, ResourceExhausted) and error.retry_after_s is not None
+        return isinstance(error, Unavailable) or (is_full and resumes)
+
+    def _next_delay_s(self, error: TreeserveClientError) -> float:
+        """Each router is tried at once; then there is a pause, twice as long every time."""
+        self._attempts += 1
+        if isinstance(error, ResourceExhausted):
+            return error.retry_after_s or 0.0
+        if self._attempts % self._options.routers:
+            return 0.0
+        rounds = self._attempts // self._options.routers
+        return min(_FIRST_RESUME_DELAY_S * 2.0 ** (rounds - 1), _MAX_RESUME_DELAY_S)
+
+    def _may_try_again(self) -> bool:
+        """Whether to try (again) after a running stream broke, or an attempt to start or resume it failed."""
+        if self.started is None:
+            return self._attempts + 1 < self._options.routers
         if self._awaits_started:
             return self._clock() - self._broke_at < _RESUME_WINDOW_S
         self._awaits_started = True
@@ -158,6 +206,7 @@ class Generation:
         if self.started not in (None, started):
             raise Internal(f"resumed as another generation: {started} instead of {self.started}")
         self.started = started
+        self._by_id = msg.resumable
         self._awaits_started = False
 
     def _append(self, msg: inference_pb2.TokenChunk) -> Chunk | None:
@@ -182,7 +231,7 @@ class Generation:
             log_probs=tuple(self._log_probs),
             finish_reason=_FINISH_REASONS[msg.reason],
             stop_string=msg.stop_string or None,
-            usage=Usage(msg.usage.prompt_tokens, msg.usage.completion_tokens),
+            usage=Usage(msg.usage.prompt_tokens, msg.usage.completion_tokens, msg.usage.cached_tokens),
             speculation=SpeculationStats.from_proto(msg.speculation),
             timing=self._timing(),
         )

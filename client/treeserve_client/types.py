@@ -69,10 +69,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts."""
+    """Token counts. Of the prompt's, `cached_tokens` did not have to be computed: a verifier still held them."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class SequenceLimits:
         ttft_ms, tpot_ms: targets; None for no target.
         acceptance: how drafted tokens are accepted.
         preset: what kind of work the request says it is.
+        preemptible: a sequence that is more urgent may pause it.
 
     Raises:
         InvalidArgumentError: for a value outside the limits that the public API states.
@@ -140,6 +141,7 @@ class SequenceLimits:
     tpot_ms: float | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     preset: Preset = Preset.NONE
+    preemptible: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):

@@ -25,7 +25,7 @@ class CudaLlamaModel(LlamaModel):
 
     def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """An empty cache, with one slot more: padding rows of graphs write to it."""
-        return KvCache.allocate(self.config, num_blocks * block_size + 1, self._kv_dtype, self.device)
+        return KvCache.allocate(self.config, num_blocks * block_size + 1, self._kv_dtype, self.device, block_size)
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> npt.NDArray[np.float32]:
         """See `LlamaModel.forward`."""

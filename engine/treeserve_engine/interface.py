@@ -38,6 +38,16 @@ class Kv(Protocol):
         Sources ascend within a sequence and none lies before its destination.
         """
 
+    @property
+    def block_nbytes(self) -> int:
+        """Size of one block of every layer."""
+
+    def save(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy a block of every layer to `data`, uint8[block_nbytes]: bytes that only `load` understands."""
+
+    def load(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy what `save` wrote into any block."""
+
 
 class Model(Protocol):
     """Weights and the forward pass. Stateless between calls; the KV cache is the caller's.

@@ -112,6 +112,7 @@ class MemoryPlan:
         kv: the KV cache when it is full, which holds `kv_tokens`.
         scratch: of the largest forward pass.
         base: the process without a model: interpreter, libraries, tokenizer.
+        spilled: KV that was evicted and is kept, when its tier is full.
         advice: what takes less memory, for who must lower it.
     """
 
@@ -120,6 +121,7 @@ class MemoryPlan:
     kv_tokens: int
     scratch: int
     base: int
+    spilled: int = 0
     advice: str = field(default="", compare=False)
 
     @classmethod
@@ -133,6 +135,7 @@ class MemoryPlan:
         block_size: int,
         rows: int,
         base: int | None = None,
+        spilled: int = 0,
     ) -> MemoryPlan:
         """Plan for a model.
 
@@ -141,9 +144,10 @@ class MemoryPlan:
             num_blocks, block_size: of its KV cache.
             rows: most rows of a forward pass.
             base: what this process takes already; measured by default.
+            spilled: host memory for evicted KV.
         """
         if device.startswith("cuda"):
-            base = 0
+            base = spilled = 0
         elif base is None:
             base = resident_bytes() + (0 if precision.is_native else _TORCH_BYTES)
         return cls(
@@ -152,13 +156,14 @@ class MemoryPlan:
             kv_tokens=num_blocks * block_size,
             scratch=sizes.scratch_bytes(rows),
             base=base,
+            spilled=spilled,
             advice=_advice(precision),
         )
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv + self.scratch + self.base
+        return self.weights + self.kv + self.scratch + self.base + self.spilled
 
     def table(self) -> dict[str, str]:
         """For people: what takes how much."""
@@ -167,9 +172,10 @@ class MemoryPlan:
             "kv": self.kv,
             "scratch": self.scratch,
             "process": self.base,
+            "spilled_kv": self.spilled,
             "total": self.total,
         }
-        return {name: megabytes(size) for name, size in parts.items()}
+        return {name: megabytes(size) for name, size in parts.items() if size}
 
     def check(self, available: int, tokens_field: str = "kv_tokens") -> None:
         """Refuse to start if it does not fit.
@@ -185,10 +191,11 @@ class MemoryPlan:
             return
         parts = ", ".join(f"{name} {size}" for name, size in self.table().items() if name != "total")
         reason = f"needs {megabytes(self.total)} of memory: {parts}; {megabytes(available)} available"
+        advice = " or ".join([*(["lower kv_host_mb"] if self.spilled else []), *([self.advice] if self.advice else [])])
         tokens = (available - self.total + self.kv) * self.kv_tokens // self.kv
         if tokens < 1:
-            raise InvalidArgumentError("memory", f"{reason}; the model does not fit{self.advice and ': '}{self.advice}")
-        also = f", or {self.advice}" if self.advice else ""
+            raise InvalidArgumentError("memory", f"{reason}; the model does not fit{advice and ': '}{advice}")
+        also = f", or {advice}" if advice else ""
         raise InvalidArgumentError(tokens_field, f"{reason}; lower {tokens_field} to at most {tokens}{also}")
 
 

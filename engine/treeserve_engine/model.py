@@ -122,7 +122,7 @@ class LlamaModel:
 
     def new_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """An empty cache."""
-        return KvCache.allocate(self.config, num_blocks * block_size, self._kv_dtype, self.device)
+        return KvCache.allocate(self.config, num_blocks * block_size, self._kv_dtype, self.device, block_size)
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> npt.NDArray[np.float32]:
         """Compute the rows of a batch, writing their K and V to their slots.

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from treeserve_engine.batch import ForwardBatch, SequenceRows, build_batch
 from treeserve_engine.block_manager import BlockManager, KvMoves
 from treeserve_engine.interface import HiddenModel, Kv, Model
+from treeserve_engine.kv_storage import TierBytes, TierStorage
+from treeserve_engine.kv_tiers import BlockCopy, KvTiers, Place
 from treeserve_kernels.cpu.decoder import HiddenStates
 
 Logits = TypeVar("Logits")
+
+_log = structlog.get_logger(__name__)
 
 
 class ModelRunner:
@@ -22,13 +29,30 @@ class ModelRunner:
 
     For each step: `blocks.reserve` for every sequence, `forward` (several times when drafting level by level), then
     `commit` or `rollback` for every sequence.
+
+    Args:
+        tiers: where blocks go that the KV cache has no room for.
+        clock: seconds, monotonic; leases of blocks end by it.
     """
 
-    def __init__(self, model: Model, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_blocks: int,
+        block_size: int,
+        *,
+        tiers: TierBytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.model = model
-        self.blocks = BlockManager(num_blocks, block_size)
         self._kv: Kv = model.new_kv(num_blocks, block_size)
-        self._pending: list[KvMoves] = []
+        self._storage = None if tiers is None else TierStorage(self._kv, tiers)
+        sizes = [] if self._storage is None else self._storage.measure()
+        self.blocks = BlockManager(num_blocks, block_size, clock=clock, tiers=KvTiers(sizes) if sizes else None)
+        self._moves: list[KvMoves] = []
+        self._copies: deque[BlockCopy] = deque()
+        self._lost: set[Place] = set()  # places that failed copies did not fill; copies from there may follow
+        self._row_tokens: dict[int, Sequence[int]] = {}  # of sequences that share, by node
 
     def forward(self, rows: Sequence[SequenceRows]) -> list[npt.NDArray[np.float32]]:
         """Compute rows whose KV positions are reserved.
@@ -58,8 +82,7 @@ class ModelRunner:
         model = self.model
         if not isinstance(model, HiddenModel):
             raise ValueError("the model shows no hidden states")
-        batch = build_batch(rows, self.blocks)
-        self._apply_moves()
+        batch = self._begin(rows)
         states = model.forward_hidden(batch, self._kv, layers)
         ends = zip(pairwise(batch.logits_offsets), pairwise(batch.feature_offsets), strict=True)
         return [HiddenStates(states.logits[a:b], states.last[a:b], states.features[c:d]) for (a, b), (c, d) in ends]
@@ -71,10 +94,9 @@ class ModelRunner:
 
         Raises: as `forward`.
         """
-        batch = build_batch(rows, self.blocks)
-        if batch.inputs is not None or len(batch.feature_rows):
+        if any(r.inputs is not None or len(r.feature_rows) for r in rows):
             raise ValueError("inputs and features are for forward_hidden")
-        self._apply_moves()
+        batch = self._begin(rows)
         return forward(batch, self._kv), batch.logits_offsets
 
     def commit(self, seq_id: int, kept_nodes: Sequence[int]) -> None:
@@ -83,18 +105,55 @@ class ModelRunner:
         The copies happen at the start of the next forward pass, those of all sequences at once. Until then nobody
         reads or writes KV, so a block that is freed and given away in between does no harm.
         """
-        moves = self.blocks.commit(seq_id, kept_nodes)
+        tokens = self._row_tokens.pop(seq_id, ())
+        moves = self.blocks.commit(seq_id, kept_nodes, [tokens[node] for node in kept_nodes] if tokens else ())
         if len(moves.src):
-            self._pending.append(moves)
+            self._moves.append(moves)
 
     def rollback(self, seq_id: int) -> None:
         """Keep nothing of the step."""
+        self._row_tokens.pop(seq_id, None)
         self.blocks.rollback(seq_id)
 
+    def _begin(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
+        """Bring the KV cache up to date and lay the rows side by side."""
+        self._apply_moves()
+        self._copy_blocks()
+        batch = build_batch(rows, self.blocks)
+        for r in rows:
+            if self.blocks.shares(r.seq_id):
+                if r.inputs is not None:
+                    raise ValueError(f"sequence {r.seq_id} shares its KV: it is of tokens, not of inputs")
+                before = self._row_tokens.get(r.seq_id, ())[: r.node_offset]
+                self._row_tokens[r.seq_id] = [*before, *r.token_ids]
+        return batch
+
     def _apply_moves(self) -> None:
-        if not self._pending:
+        if not self._moves:
             return
-        src = np.concatenate([moves.src for moves in self._pending])
-        dst = np.concatenate([moves.dst for moves in self._pending])
-        self._pending.clear()
+        src = np.concatenate([moves.src for moves in self._moves])
+        dst = np.concatenate([moves.dst for moves in self._moves])
+        self._moves.clear()
         self._kv.move(src, dst)
+
+    def _copy_blocks(self) -> None:
+        """Evict and restore blocks, after the moves of what was committed and before anything new is written."""
+        self._copies.extend(self.blocks.take_copies())
+        while self._copies:
+            self._copy_block(self._copies[0])
+            self._copies.popleft()
+            if not self._copies:
+                self._copies.extend(self.blocks.take_copies())
+        self._lost.clear()  # no copy that is decided from now on begins there
+
+    def _copy_block(self, copy: BlockCopy) -> None:
+        assert self._storage is not None  # who else decides on copies
+        try:
+            if copy.src in self._lost:
+                raise OSError("its source was lost")
+            self._storage.copy(copy)
+            self._lost.discard(copy.dst)
+        except OSError as error:
+            _log.error("a KV block is lost", src=copy.src, dst=copy.dst, reason=str(error))
+            self._lost.add(copy.dst)
+            self.blocks.lose(copy.dst)

@@ -209,7 +209,7 @@ class TransformersModel:
             shapes = [(num_blocks * block_size, layer.num_kv_heads, layer.head_dim) for layer in self._layers]
             return tuple(torch.zeros(shape, dtype=self._dtype, device=self._model.device) for shape in shapes)
 
-        return KvCache(tensors(), tensors())
+        return KvCache(tensors(), tensors(), block_size)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> npt.NDArray[np.float32]:

@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def _check(done: dict[int, Completion], undisturbed: dict[int, Completion]) -> N
         assert list(completion.token_ids) == list(expected.token_ids)
         assert completion.text == expected.text
         assert completion.finish_reason == expected.finish_reason
-        assert completion.usage == expected.usage
+        # What a verifier still had in its cache depends on what ran there before.
+        assert replace(completion.usage, cached_tokens=0) == replace(expected.usage, cached_tokens=0)
 
 
 def _wait_whole(cluster: LocalCluster) -> None:

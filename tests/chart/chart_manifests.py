@@ -15,7 +15,16 @@ EVERYTHING: dict[str, Any] = {
     "logLevel": "debug",
     "otlpEndpoint": "http://collector.observability:4317",
     "drain": {"preStopSeconds": 30, "seconds": 600},
-    "router": {"autoscaling": SCALED, "config": {"max_queued_requests": 64, "max_queued_tokens": 2_000_000}},
+    "router": {
+        "autoscaling": SCALED,
+        "config": {
+            "max_queued_requests": 64,
+            "max_queued_tokens": 2_000_000,
+            "tenant_header": "x-tenant",
+            "qos": {"realtime": {"ttft_ms": 250, "reserved_slots": 2}, "standard": {"ttft_ms": "", "sheddable": False}},
+            "tenants": {"acme": {"weight": 2.5, "max_in_progress": 8}, "*": {"tokens_per_minute": 1e6}},
+        },
+    },
     "verifier": {
         "autoscaling": {**SCALED, "podMetric": {"name": "treeserve_step_saturation", "target": "800m"}},
         "gpu": {"count": 2, "runtimeClass": "nvidia"},

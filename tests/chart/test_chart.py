@@ -15,6 +15,7 @@ import typer
 import yaml
 from chart_manifests import MONITORING, ROLES, VARIANTS, Manifest, container, of_kind
 
+from treeserve_core.sampling import ServiceClass
 from treeserve_wire.config import load_config
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "treeserve"
@@ -94,6 +95,9 @@ def test_the_longest_release_name_fits(render):
         ({"router": {"replica": 3}}, "replica"),
         ({"router": {"replicas": 0}}, "/router/replicas"),
         ({"router": {"config": {"listen": "0.0.0.0:1"}}}, "listen"),
+        ({"router": {"config": {"qos": {"gold": {}}}}}, "gold"),
+        ({"router": {"config": {"qos": {"batch": {"weight": 0}}}}}, "/router/config/qos/batch/weight"),
+        ({"router": {"config": {"tenants": {"acme": {"tokens": 5}}}}}, "tokens"),
         ({"verifier": {"config": {"dtype": "float16"}}}, "/verifier/config/dtype"),
         ({"verifier": {"config": {"kv_tokens": "many"}}}, "/verifier/config/kv_tokens"),
         ({"verifier": {"gpu": {"count": -1}}}, "/verifier/gpu/count"),
@@ -166,13 +170,22 @@ def test_a_service_accepts_its_configuration(manifests, role, tmp_path):
     assert settings <= {field.name for field in fields(config_class(role))}
 
 
-def test_settings_arrive_with_their_types(rendered):
+def load_router(content: dict[str, Any], folder: Path) -> Any:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return load_config(config_class("router"), ["--config", str(file)], {})
+
+
+def test_settings_arrive_with_their_types(rendered, tmp_path):
     verifier = config_of(rendered["everything"], "verifier")
     assert (verifier["kv_tokens"], verifier["draft_wait_ms"], verifier["reflection"]) == (3_000_000, 2.5, False)
     assert type(verifier["kv_tokens"]) is int
     assert verifier["device"] == "cuda"
     assert "device" not in config_of(rendered["default"], "verifier")
     assert config_of(rendered["everything"], "speculator")["sources"] == ["ngram", "ssm"]
+    router = load_router(config_of(rendered["everything"], "router"), tmp_path)
+    assert (router.qos[ServiceClass.REALTIME].ttft_ms, router.qos[ServiceClass.STANDARD].ttft_ms) == (250, None)
+    assert (router.tenants["acme"].weight, router.tenants["acme"].tokens_per_minute) == (2.5, 1e6)
 
 
 def test_routers_and_speculators_find_every_verifier(manifests):

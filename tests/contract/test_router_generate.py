@@ -427,6 +427,7 @@ class TestQueue:
         self, tmp_path: Path, tokenizer: Tokenizer, verifier: FakeVerifier
     ) -> None:
         verifier.hold_at = 1
+        verifier.welcome.max_sequences = 5  # one of them is kept for realtime requests
         async with fake_verifiers(verifier):
             async with running_router(tmp_path, tokenizer, [verifier], max_queued_requests=2) as rig:
                 running = [asyncio.create_task(rig.generate(request(2))) for _ in range(6)]

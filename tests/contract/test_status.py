@@ -12,12 +12,15 @@ from google.rpc.status_pb2 import Status
 
 from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
 from treeserve_core.errors import (
+    HandedBackError,
     HandshakeError,
     InvalidArgumentError,
     InvalidTreeError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     StaleBaseError,
+    StaleEpochError,
     TreeserveError,
     UnavailableError,
 )
@@ -29,9 +32,13 @@ ERRORS: Mapping[str, tuple[Exception, grpc.StatusCode]] = {
     "invalid": (InvalidArgumentError("sampling.top_p", "2 is outside (0, 1]"), grpc.StatusCode.INVALID_ARGUMENT),
     "tree": (InvalidTreeError("a tree has at least a root"), grpc.StatusCode.INVALID_ARGUMENT),
     "stale": (StaleBaseError("base 3 is gone"), grpc.StatusCode.FAILED_PRECONDITION),
+    "overtaken": (StaleEpochError("a newer turn has begun"), grpc.StatusCode.ABORTED),
     "handshake": (HandshakeError("vocab_size differs"), grpc.StatusCode.FAILED_PRECONDITION),
     "missing": (NotFoundError("no model 'x'"), grpc.StatusCode.NOT_FOUND),
     "full": (OverloadedError("queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "quota": (OverloadedError("too much", 1.0, "quota_tokens"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "denied": (PermissionDeniedError("realtime is not due"), grpc.StatusCode.PERMISSION_DENIED),
+    "handed_back": (HandedBackError("draining"), grpc.StatusCode.UNAVAILABLE),
     "away": (UnavailableError("no verifier é"), grpc.StatusCode.UNAVAILABLE),
     "late": (TimeoutError("deadline passed"), grpc.StatusCode.DEADLINE_EXCEEDED),
 }

@@ -179,7 +179,7 @@ async def test_prefill_is_counted_whatever_its_chunks(tiny_model: Path, tmp_path
     ):
         for handle, prompt_len in enumerate((1, 40, 41, 100)):
             before = small.metric("treeserve_verifier_prefill_tokens_total")
-            await router.generate(handle, [7] * prompt_len, max_tokens=1)
+            await router.generate(handle, [7] * prompt_len, max_tokens=1, tenant=f"alone-{handle}")
             assert small.metric("treeserve_verifier_prefill_tokens_total") - before == prompt_len - 1
 
 

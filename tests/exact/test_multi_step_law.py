@@ -31,6 +31,7 @@ from treeserve_core.tree import TokenTree, merge
 from treeserve_engine import multi_step
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.selection import Offer, Selection
 
 EXACT = 1e-12
 SEEDS = (1, 2, 3)
@@ -348,7 +349,9 @@ class TestMistakes:
             return rewritten(drawn_trees(tables, (2, 1)), planned("cliff", 1.0))
 
         def best_number(self: StepPlanner, rated: list[Any], roots: int) -> list[Any]:
-            return rated[: self._paying(roots, [], [-node[0] for node in rated])]
+            selection = Selection([Offer(rated)], self._cost)
+            selection.choose(len(rated))
+            return rated[: selection.counts[0]]
 
         assert self.worst(trees, monkeypatch) < EXACT
         monkeypatch.setattr(StepPlanner, "_worth_a_row", best_number)

@@ -48,6 +48,9 @@ class FakeVerifier(VerifierServiceServicer):
         tokens_per_frame: tokens a step emits.
         hold_at: output length at which sequences stop until it is raised; None never stops them.
         refuse: answers every submission with this error.
+        deaf: sequences go on when they are cancelled.
+        answers: with a load report to each cancel, as a live verifier does.
+        cached_tokens: tokens of every prompt that it says it still held.
         submits, cancelled, credit: what the router sent.
         frames: token frames sent.
     """
@@ -59,6 +62,9 @@ class FakeVerifier(VerifierServiceServicer):
         self.tokens_per_frame = 1
         self.hold_at: int | None = None
         self.refuse: TreeserveError | None = None
+        self.deaf = False
+        self.answers = False
+        self.cached_tokens = 0
         self.submits: list[pb.SubmitSequence] = []
         self.cancelled: list[int] = []
         self.credit = 0
@@ -134,7 +140,10 @@ class _Stream:
             self._sequences[message.handle] = asyncio.create_task(self._generate(message))
         for handle in request.cancel.handles:
             self._verifier.cancelled.append(handle)
-            self._sequences[handle].cancel()
+            if not self._verifier.deaf:
+                self._sequences[handle].cancel()
+        if request.HasField("cancel") and self._verifier.answers:
+            self._answer = asyncio.create_task(self.send(pb.DecodeResponse(load=pb.LoadReport())))
         if request.credit.frames:
             self._verifier.credit += request.credit.frames
             self._credits.grant(request.credit.frames)
@@ -177,6 +186,7 @@ class _Stream:
                 end = self._end(message, output, watch.stopped)
             if end is not None:
                 entry.end.CopyFrom(end)
+                entry.end.cached_tokens = verifier.cached_tokens
             await self.send_tokens(entry)
 
     def _end(self, message: pb.SubmitSequence, output: list[int], stopped: str | None) -> pb.SequenceEnd | None:

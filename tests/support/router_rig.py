@@ -110,6 +110,7 @@ async def running_router(
         "router_id": "test",
         "verifier_wait_s": 5.0,
         "drain_s": 0.2,
+        "redis_timeout_s": 10.0,  # a busy machine alone loses nothing
     }
     registry = CollectorRegistry()
     config = RouterConfig(**{**defaults, **changes})

@@ -39,8 +39,9 @@ def make_sequence(
     max_tokens: int = 32,
     limits: SequenceLimits | None = None,
     emit: Callable[[Emission], None] = lambda emission: None,
+    **submitted: Any,
 ) -> Sequence:
-    """A greedy sequence over a vocabulary of 100 tokens."""
+    """A greedy sequence over a vocabulary of 100 tokens; `submitted` are further fields of its submission."""
     submission = Submission(
         request_id="test",
         prompt_token_ids=tuple(prompt),
@@ -48,6 +49,7 @@ def make_sequence(
         sampling=SamplingParams(),
         stopping=StoppingCriteria(max_tokens=max_tokens),
         limits=limits or SequenceLimits(),
+        **submitted,
     )
     sampler = SequenceSampler(submission.sampling, submission.stopping, prompt, eos_token_ids=(EOS,), vocab_size=VOCAB)
     return Sequence(next(_ids), submission, emit, sampler, None, list(prompt))

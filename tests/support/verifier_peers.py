@@ -181,9 +181,11 @@ def submission(
     speculate: bool = True,
     stopping: dict[str, Any] | None = None,
     tenant: str = "",
+    level: dict[str, Any] | None = None,
+    submit: dict[str, Any] | None = None,
     **sampling: Any,
 ) -> verifier_pb2.SubmitSequence:
-    """A SubmitSequence; `sampling` are fields of SamplingParameters."""
+    """A SubmitSequence; `sampling` are fields of SamplingParameters, `level` of ServiceLevel, `submit` further ones."""
     return verifier_pb2.SubmitSequence(
         handle=handle,
         request_id=f"r{handle}",
@@ -193,6 +195,8 @@ def submission(
         stopping=common_pb2.StoppingCriteria(max_tokens=max_tokens, **(stopping or {})),
         speculation=common_pb2.SpeculationOptions(disabled=not speculate),
         tenant=tenant,
+        service_level=common_pb2.ServiceLevel(**(level or {})),
+        **(submit or {}),
     )
 
 

@@ -127,10 +127,10 @@ def test_misuse_is_refused():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda b: b._free.append(b.block_table(1)[0]),
-        lambda b: b._free.pop(),
-        lambda b: b._free.append(99),
-        lambda b: b._sequences[1].table.append(b._free.pop()),
+        lambda b: b._pool._free.append(b.block_table(1)[0]),
+        lambda b: b._pool._free.pop(),
+        lambda b: b._pool._free.append(99),
+        lambda b: b._sequences[1].table.append(b._pool._free.pop()),
         lambda b: b._sequences[1].table.pop(),
     ],
     ids=["shared", "lost", "unknown", "too-long", "too-short"],

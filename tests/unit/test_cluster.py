@@ -18,7 +18,7 @@ from treeserve_speculator.config import SpeculatorConfig
 from treeserve_verifier.config import VerifierConfig
 from treeserve_wire.config import load_config
 
-LAYOUT = Layout(Path("run"), Path("models/m"), "127.0.0.1:1", "127.0.0.1:2")
+LAYOUT = Layout(Path("run"), Path("models/m"), ("127.0.0.1:1",), ("127.0.0.1:2",))
 
 
 def by_name(config: ClusterConfig) -> dict[str, ProcessSpec]:
@@ -60,6 +60,18 @@ def test_flags_fit_the_router() -> None:
     assert (router.listen, router.http_listen) == ("127.0.0.1:1", "127.0.0.1:2")
     assert router.verifiers == ("unix:run/verifier-0.sock",)
     assert router.redis_url == "unix://run/valkey-0.sock"
+
+
+def test_each_router_has_addresses_of_its_own() -> None:
+    cluster = LocalCluster(ClusterConfig(routers=3, grpc_port=7000, http_port=0))
+    assert cluster.grpc_address == "127.0.0.1:7000,127.0.0.1:7001,127.0.0.1:7002"
+    assert len(set(cluster.http_addresses)) == 3
+    layout = Layout(Path("run"), Path("models/m"), cluster.grpc_addresses, cluster.http_addresses)
+    specs = process_specs(cluster.config, layout)
+    routers = [load_config(RouterConfig, flags_of(spec), {}) for spec in specs if spec.role == "router"]
+    assert tuple(router.listen for router in routers) == cluster.grpc_addresses
+    assert tuple(router.http_listen for router in routers) == cluster.http_addresses
+    assert [router.router_id for router in routers] == ["router-0", "router-1", "router-2"]
 
 
 def test_without_redis_nobody_looks_for_it() -> None:

@@ -372,3 +372,33 @@ def test_top_tokens_go_only_to_those_who_want_them() -> None:
     bench.advance(sequence, 5, 6)
     assert plain.commits[0].top_token_ids == () and recycling.commits[0].top_token_ids == ((5,), (6,))
     assert recycling.commits[0].token_ids == (5, 6) and recycling.commits[0].base_committed_len == 3
+
+
+def test_a_tree_is_credited_with_what_no_quicker_one_had() -> None:
+    bench = Bench()
+    (quick, _), (slow, _) = bench.attach("ngram"), bench.attach("ssm")
+    sequence = bench.open(make_sequence())
+    for _ in range(40):
+        for speculator, seconds in ((quick, 0.0005), (slow, 0.0015)):
+            bench.now += seconds
+            if 1 in speculator.asked:
+                bench.desk.propose(speculator, 1, _chain(sequence, 7, 8))
+        bench.advance(sequence, 7, 8, 9)
+    assert (quick.eager, slow.eager) == (1, 0), "the slow one had nothing that the quick one had not"
+    for _ in range(40):
+        for speculator, seconds, tokens in ((quick, 0.0005, (7,)), (slow, 0.0015, (7, 8, 9, 10))):
+            bench.now += seconds
+            if 1 in speculator.asked:
+                bench.desk.propose(speculator, 1, _chain(sequence, *tokens))
+        bench.advance(sequence, 7, 8, 9, 10, 11)
+    assert (quick.eager, slow.eager) == (1, 1), "three of its four tokens were its own"
+
+
+def test_what_drafts_here_stands_beside_speculators_with_the_same_sources() -> None:
+    bench = Bench()
+    here = bench.desk.attach("here", ("ngram",), Outbox(), wants_top_tokens=False, is_colocated=True)
+    there, _ = bench.attach("ngram")
+    sequence = make_sequence()
+    bench.desk.open(sequence)
+    assert here.sequences == there.sequences == {1: sequence}
+    assert bench.desk.speculators == (there,), "nobody counts it as a speculator"

@@ -77,7 +77,7 @@ class Simulation:
         config = make_config(max_context_tokens=1024, kv_tokens=32768, max_nodes=16, step_rows=256, max_sequences=32)
         self.now = 0.0
         self._blocks = BlockManager(config.kv_tokens // config.block_size, config.block_size)
-        self._scheduler = Scheduler(config, self._blocks, lambda sequence: self._desk.close(sequence))
+        self._scheduler = Scheduler(config, self._blocks, lambda sequence: self._desk.close(sequence), lambda: self.now)
         self._texts = texts
         self._cost = CostModel(STEP_MS)
         self._planner = StepPlanner(config, CostModel.free_rows() if always else self._cost)
@@ -111,7 +111,7 @@ class Simulation:
         for sequence in self._scheduler.admit():
             self._desk.open(sequence)
             self._blocks.reserve(sequence.seq_id, len(PROMPT) - 1)
-            self._blocks.commit(sequence.seq_id, range(len(PROMPT) - 1))
+            self._blocks.commit(sequence.seq_id, range(len(PROMPT) - 1), PROMPT[:-1])
         waited_s = 0.0
         times: list[list[tuple[int, float]]] = [[] for _ in self._sequences]
         while self._scheduler.running:
@@ -174,7 +174,8 @@ class Simulation:
             accepted += [node] if node is not None else []
         reason = FinishReason.LENGTH if len(emitted) == len(rest) else None
         base_len = len(sequence.tokens)
-        self._blocks.commit(sequence.seq_id, (0, *accepted))
+        kept = (0, *accepted)
+        self._blocks.commit(sequence.seq_id, kept, [tree.token_ids[node] for node in kept])
         self._scheduler.settle(planned, VerifyOutcome(tuple(accepted), tuple(emitted), reason))
         if reason is None:
             self._desk.committed(sequence, base_len, (), spent)

@@ -17,7 +17,9 @@ from treeserve_core.errors import TreeserveError, UnavailableError
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_router.admission import RouterRequest
+from treeserve_router.affinity import Affinity
 from treeserve_router.generation import Finished, Generation, GenerationEvent, GenerationParts, Started
+from treeserve_router.hedging import Hedger
 from treeserve_router.mailbox import Ended, Lost, Placed, Stranded, Tokens
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.queue import Ticket
@@ -63,8 +65,10 @@ def start(
         stopping=StoppingCriteria(max_tokens=max_tokens, stop_strings=stop_strings),
         limits=SequenceLimits(),
     )
-    parts = GenerationParts(dispatcher, tokenizer, RouterMetrics(CollectorRegistry()), max_replays=2)  # type: ignore[arg-type]
-    return Generation(request, parts, "", INVALID_SPAN).events()
+    metrics = RouterMetrics(CollectorRegistry())
+    hedger = Hedger(dispatcher, metrics, 1.0, 0, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    parts = GenerationParts(dispatcher, hedger, tokenizer, metrics, max_replays=2)  # type: ignore[arg-type]
+    return Generation(request, parts, Affinity(), INVALID_SPAN).events()
 
 
 async def rest(events: AsyncGenerator[GenerationEvent, None]) -> list[GenerationEvent]:
@@ -98,6 +102,7 @@ async def test_counts_of_replayed_sequences_add_up(dispatcher: RecordingDispatch
     more = asyncio.ensure_future(anext(events))
     await until(lambda: len(dispatcher.tickets) == 2)
     stats = SpeculationStats(steps=1, drafted=4, accepted=3, accepted_per_depth=[2, 1])
+    box = dispatcher.tickets[1].mailbox
     box.put(Tokens(2, (72,)))
     box.put(Ended(FinishReason.LENGTH, stats=stats))
     assert isinstance(await more, TokenChunk)
@@ -138,15 +143,16 @@ async def test_tokens_that_cannot_be_right_are_replayed(
 async def test_failures_without_progress_end_the_request(dispatcher: RecordingDispatcher, tokenizer: Tokenizer) -> None:
     events = start(dispatcher, tokenizer)
     await anext(events)
-    box = dispatcher.tickets[0].mailbox
     for offset in range(4):  # progress in between: no limit
-        box.put(Tokens(offset, (70,)))
-        box.put(Lost("v", "gone"))
-        assert isinstance(await anext(events), TokenChunk)
+        chunk = asyncio.ensure_future(anext(events))
+        await until(lambda offset=offset: len(dispatcher.tickets) == offset + 1)
+        dispatcher.tickets[-1].mailbox.put(Tokens(offset, (70,)))
+        dispatcher.tickets[-1].mailbox.put(Lost("v", "gone"))
+        assert isinstance(await chunk, TokenChunk)
     failing = asyncio.ensure_future(anext(events))
     for tries in (5, 6):  # two more after the fourth loss
         await until(lambda tries=tries: len(dispatcher.tickets) == tries)
-        box.put(Lost("v", "gone"))
+        dispatcher.tickets[-1].mailbox.put(Lost("v", "gone"))
     with pytest.raises(UnavailableError, match="gone"):
         await failing
     assert dispatcher.withdrawn == dispatcher.tickets

@@ -140,6 +140,17 @@ def test_a_model_that_never_fits_is_told_so() -> None:
         plan_of(FLOAT32).check(500 * MB)
 
 
+def test_evicted_kv_is_counted_where_it_lies() -> None:
+    plan, without = plan_of(native("int8"), spilled=300 * MB), plan_of(native("int8"))
+    assert plan.total - without.total == 300 * MB
+    assert plan.table()["spilled_kv"] == "300 MB" and "spilled_kv" not in without.table()
+    assert plan_of(BFLOAT16, device="cuda", spilled=300 * MB).total == plan_of(BFLOAT16, device="cuda").total
+    with pytest.raises(InvalidArgumentError, match=r"lower kv_tokens to at most \d+, or lower kv_host_mb$"):
+        plan.check(plan.total - 1)
+    with pytest.raises(InvalidArgumentError, match=r"does not fit: lower kv_host_mb or use dtype int8 or bfloat16"):
+        plan_of(FLOAT32, spilled=300 * MB).check(500 * MB)
+
+
 def test_torch_is_counted_before_it_is_imported() -> None:
     measured = plan_of(native("bfloat16"), base=None).base
     assert measured == pytest.approx(resident_bytes(), rel=0.2)

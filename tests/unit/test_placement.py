@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_router.admission import RouterRequest
+from treeserve_router.latency_model import Fit, Latency
 from treeserve_router.mailbox import Mailbox
-from treeserve_router.placement import VerifierState, place
+from treeserve_router.placement import Backlog, VerifierState, place, rank
 from treeserve_router.queue import Ticket
 
 
@@ -80,3 +82,61 @@ def test_a_session_stays_unless_its_verifier_is_much_busier() -> None:
     assert place(ticket(preferred="b"), [idle, home]) == home
     busy_home = verifier("b", sequences=3)
     assert place(ticket(preferred="b"), [idle, busy_home]) == idle
+
+
+def rated(name: str, prefill_tokens_per_s: float, **changes: Any) -> VerifierState:
+    return verifier(name, latency=Latency(prefill_tokens_per_s=prefill_tokens_per_s, **changes))
+
+
+def long_ticket(prompt_tokens: int, **fields: Any) -> Ticket:
+    request = replace(ticket().request, prompt_token_ids=(1,) * prompt_tokens, stopping=StoppingCriteria(max_tokens=8))
+    return Ticket(request, (), Mailbox(), **fields)
+
+
+def big(state: VerifierState, **changes: Any) -> VerifierState:
+    return replace(state, max_context_tokens=100_000, **changes)
+
+
+class TestScore:
+    def test_a_prefix_is_worth_the_time_of_its_prefill(self) -> None:
+        mine = long_ticket(1500, prefix_tokens={"b": 1200})
+        slow_a, slow_b = big(rated("a", 1000)), big(rated("b", 1000))
+        assert place(mine, [slow_a, slow_b]) == slow_b
+        (best, cost), (other, other_cost) = rank(mine, [slow_a, slow_b])
+        assert (best, other) == (slow_b, slow_a)
+        assert (cost.prefill_s, other_cost.prefill_s) == (pytest.approx(0.3), pytest.approx(1.5))
+
+    def test_the_same_prefix_counts_less_where_prefill_is_fast(self) -> None:
+        mine = long_ticket(1500, prefix_tokens={"b": 1200})
+        for rate, chosen in ((1000, "b"), (100_000, "a")):
+            idle, home = big(rated("a", rate), sequences=0), big(rated("b", rate), sequences=3)
+            assert place(mine, [idle, home]).verifier_id == chosen  # type: ignore[union-attr]
+
+    def test_prompts_in_front_count_against_a_prefix(self) -> None:
+        mine = long_ticket(1500, prefix_tokens={"b": 1200})
+        idle, busy = big(rated("a", 1000)), big(rated("b", 1000))
+        for tokens, chosen in ((1100, "b"), (1300, "a")):
+            starting = (Backlog(), *(Backlog(2, tokens),) * 3)
+            assert place(mine, [idle, replace(busy, starting=starting)]).verifier_id == chosen  # type: ignore[union-attr]
+
+    def test_a_verifier_whose_tokens_take_longer_is_avoided(self) -> None:
+        fast, alike = rated("b", 1000, tpot_s=0.010), rated("c", 1000, tpot_s=0.012)
+        slow = rated("a", 1000, tpot_s=0.020)
+        assert place(ticket(), [slow, fast, alike]) == fast
+        costs = {v.verifier_id: cost for v, cost in rank(ticket(), [slow, fast, alike])}
+        assert (costs["b"].slow_s, costs["c"].slow_s) == (0, 0)
+        assert costs["a"].slow_s == pytest.approx(0.75)
+
+    def test_one_that_takes_longer_than_it_says_is_avoided(self) -> None:
+        honest, late = rated("b", 1000), rated("a", 1000, fits=(Fit(overhead_s=0.1),) * 4)
+        assert place(ticket(), [late, honest]) == honest
+
+    def test_the_parts_add_up_and_the_order_is_that_of_place(self) -> None:
+        states = [big(rated(name, rate), sequences=n) for name, rate, n in (("a", 500, 2), ("b", 900, 0), ("c", 10, 1))]
+        mine = long_ticket(300, preferred_verifier="c")
+        ranked = rank(mine, states)
+        assert ranked[0][0] == place(mine, states)
+        assert [cost.total_s for _, cost in ranked] == sorted(cost.total_s for _, cost in ranked)
+        cost = {v.verifier_id: c for v, c in ranked}["c"]
+        assert cost.affinity_s < 0
+        assert cost.total_s == cost.wait_s + cost.prefill_s + cost.load_s + cost.slow_s + cost.affinity_s

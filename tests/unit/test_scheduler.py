@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from support.sequences import EOS, make_config, make_sequence
 
-from treeserve_core.errors import OverloadedError, UnavailableError
+from treeserve_core.errors import HandedBackError, OverloadedError
 from treeserve_core.outcome import FinishReason, VerifyOutcome
+from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.planner import PlannedSequence, StepPlan
@@ -19,23 +23,40 @@ from treeserve_verifier.sequence import Emission, Sequence
 class Bench:
     """A scheduler over a pool of `blocks` blocks of 4 tokens."""
 
-    def __init__(self, blocks: int = 64, **config: int) -> None:
-        self.blocks = BlockManager(blocks, 4)
+    def __init__(self, blocks: int = 64, **config: Any) -> None:
+        self.now = 0.0
+        self._tenants = itertools.count()
+        self.blocks = BlockManager(blocks, 4, clock=lambda: self.now)
         self.ended: list[Sequence] = []
         self.emitted: list[Emission] = []
         changes = {"kv_tokens": 4 * blocks, "max_context_tokens": 4 * blocks - 4, **config}
-        self.scheduler = Scheduler(make_config(**changes), self.blocks, self.ended.append)
+        self.scheduler = Scheduler(make_config(**changes), self.blocks, self.ended.append, lambda: self.now)
 
-    def submit(self, prompt_len: int = 3, max_tokens: int = 8) -> Sequence:
-        sequence = make_sequence(range(1, prompt_len + 1), max_tokens, emit=self.emitted.append)
+    def submit(self, prompt_len: int = 3, max_tokens: int = 8, *, tenant: str | None = None, **limits: Any) -> Sequence:
+        """Queue a sequence; without a tenant of its own it shares no KV with others."""
+        sequence = make_sequence(
+            range(1, prompt_len + 1),
+            max_tokens,
+            SequenceLimits(**limits),
+            self.emitted.append,
+            tenant=f"alone-{next(self._tenants)}" if tenant is None else tenant,
+        )
         self.scheduler.submit(sequence)
         return sequence
+
+    def commit(self, planned: PlannedSequence, kept: Iterable[int]) -> None:
+        """What a step does to the KV of its rows."""
+        kept, sequence = list(kept), planned.sequence
+        computed = self.blocks.computed_len(sequence.seq_id)
+        chunk = sequence.tokens[computed : computed + planned.chunk]
+        rows = chunk if planned.tree is None or planned.chunk > 1 else planned.tree.token_ids
+        self.blocks.commit(sequence.seq_id, kept, [rows[i] for i in kept])
 
     def prefill(self, *sequences: Sequence) -> None:
         """Run whole prompts up to the root, as steps would."""
         plan = self.plan(*sequences)
         for planned in plan.sequences:
-            self.blocks.commit(planned.sequence.seq_id, range(planned.rows))
+            self.commit(planned, range(planned.rows))
             self.scheduler.settle(planned, None)
 
     def plan(self, *sequences: Sequence, tree: TokenTree | None = None) -> StepPlan:
@@ -79,11 +100,11 @@ def test_tokens_are_appended_emitted_and_ended() -> None:
     sequence = bench.submit()
     bench.scheduler.admit()
     planned = bench.plan(sequence, tree=TokenTree.root_only(3)).sequences[0]
-    bench.blocks.commit(sequence.seq_id, range(planned.rows))
+    bench.commit(planned, range(planned.rows))
     bench.scheduler.settle(planned, VerifyOutcome((), (7,)))
     assert sequence.tokens == [1, 2, 3, 7] and sequence.output_len == 1
     planned = bench.plan(sequence, tree=TokenTree.chain((7, 8))).sequences[0]
-    bench.blocks.commit(sequence.seq_id, (0, 1))
+    bench.commit(planned, (0, 1))
     bench.scheduler.settle(planned, VerifyOutcome((1,), (8, EOS), FinishReason.STOP))
     assert [(e.offset, e.token_ids, e.finish_reason) for e in bench.emitted] == [
         (0, (7,), None),
@@ -104,7 +125,7 @@ def test_calibration_follows_what_is_accepted() -> None:
         tree = TokenTree.chain((3, 50, 51)) if expected else TokenTree.root_only(3)
         planned = PlannedSequence(sequence, 1, tree, expected)
         bench.blocks.reserve(sequence.seq_id, planned.rows)
-        bench.blocks.commit(sequence.seq_id, (0,))
+        bench.commit(planned, (0,))
         bench.scheduler.settle(planned, VerifyOutcome((), (3,)))
 
     for _ in range(30):
@@ -128,7 +149,7 @@ def test_calibration_learns_from_trees_that_were_not_tried() -> None:
     def step(emitted: int) -> None:
         planned = PlannedSequence(sequence, 1, TokenTree.root_only(sequence.tokens[-1]), untried=claims_half)
         bench.blocks.reserve(sequence.seq_id, 1)
-        bench.blocks.commit(sequence.seq_id, (0,))
+        bench.commit(planned, (0,))
         bench.scheduler.settle(planned, VerifyOutcome((), (emitted,)))
 
     for _ in range(20):
@@ -146,7 +167,7 @@ def test_cancel_during_a_step_waits_for_it_and_emits_nothing() -> None:
     planned = bench.plan(sequence, tree=TokenTree.root_only(3)).sequences[0]
     bench.scheduler.cancel(sequence)
     assert bench.ended == [], "the step owns it"
-    bench.blocks.commit(sequence.seq_id, range(planned.rows))
+    bench.commit(planned, range(planned.rows))
     bench.scheduler.settle(planned, VerifyOutcome((), (7,)))
     assert bench.ended == [sequence] and bench.emitted == []
     bench.check_free()
@@ -189,7 +210,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     bench.scheduler.settle(plan.sequences[0], None)
     bench.scheduler.cancel(old)
     assert bench.scheduler.admit() == [young, late]
-    assert bench.scheduler.uncomputed(young) == 7, "its KV is computed again"
+    assert bench.scheduler.uncomputed(young) == 3, "of its KV only what nobody can reuse is computed again"
     assert young.tokens == list(range(1, 8)), "no token is lost"
 
 
@@ -212,6 +233,6 @@ def test_shutting_down_hands_everything_back() -> None:
     bench.scheduler.admit()
     bench.prefill(sequences[0])
     bench.scheduler.fail_all("over")
-    assert [type(e.error) for e in bench.emitted] == [UnavailableError] * 3
+    assert [type(e.error) for e in bench.emitted] == [HandedBackError] * 3
     assert len(bench.scheduler) == 0 and set(bench.ended) == set(sequences)
     bench.check_free()

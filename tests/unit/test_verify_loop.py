@@ -42,7 +42,8 @@ class EngineOfOneToken:
         meanwhile()
         self.then = then
         for planned in plan.sequences:
-            self._blocks.commit(planned.sequence.seq_id, range(planned.chunk))
+            tokens = planned.sequence.tokens
+            self._blocks.commit(planned.sequence.seq_id, range(planned.chunk), tokens[-planned.chunk :])
         outcome = VerifyOutcome((), (5,), self._reason)
         return [ExecutedStep(tuple(StepResult(planned, outcome) for planned in plan.sequences), 1.0)]
 
@@ -55,7 +56,7 @@ class Rig:
         blocks, planner = BlockManager(64, config.block_size), StepPlanner(config, cost)
         self.now, self.registry = 0.0, CollectorRegistry()
         desk = DraftDesk(lambda: self.now, 0.0, lambda sequence: 4, lambda: planner.prices(1))
-        scheduler = Scheduler(config, blocks, desk.close)
+        scheduler = Scheduler(config, blocks, desk.close, lambda: self.now)
         self.engine = EngineOfOneToken(blocks, reason)
         metrics = VerifierMetrics(self.registry)
         self.loop = VerifyLoop(scheduler, desk, planner, self.engine, cost, metrics, lambda: self.now, 10.0)

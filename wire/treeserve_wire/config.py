@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -23,9 +23,15 @@ class ConfigError(TreeserveError):
     """A configuration that cannot be used; the message names the source and the field."""
 
 
-def option(text: str) -> dict[str, str]:
-    """The metadata of a field: its help text."""
-    return {"help": text}
+def option(text: str, parse: Callable[[Mapping[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """The metadata of a field.
+
+    Args:
+        text: its help text.
+        parse: makes the field's value from a mapping, which YAML holds as such and all else as YAML text; raises
+            InvalidArgumentError. None for a field of one of the types that `load_config` knows.
+    """
+    return {"help": text, "parse": parse}
 
 
 def check_at_least(config: object, least: int, *names: str) -> None:
@@ -45,7 +51,8 @@ def load_config(
     """Build `cls`: its defaults < ``--config FILE.yaml`` < environment ``<prefix><FIELD>`` < flags ``--field-name``.
 
     Fields may be str, int, float, bool, Path, tuple[str, ...] (a comma-separated list, or a repeated flag) or one of
-    these with None; an empty string is None there. Help texts come from ``field(metadata=option(...))``.
+    these with None; an empty string is None there. Help texts, and ways to read other types, come from
+    ``field(metadata=option(...))``.
 
     Args:
         argv: arguments without the program's name; None takes those of the process.
@@ -75,6 +82,26 @@ def load_config(
         raise ConfigError(str(error)) from error
 
 
+def merged(base: T, changes: object, where: str) -> T:
+    """A dataclass instance with the fields that a mapping names replaced.
+
+    Args:
+        base: its fields are of the types that `load_config` knows.
+        where: names the mapping in errors.
+
+    Raises:
+        InvalidArgumentError: for what is no mapping, an unknown field, or a value that cannot be used.
+    """
+    fields = _fields(type(base))
+    try:
+        values = {name: fields[name](value) for name, value in _to_mapping(changes).items()}
+        return cast("T", dataclasses.replace(cast("Any", base), **values))
+    except KeyError as error:
+        raise InvalidArgumentError(where, f"unknown field {error}; known are {', '.join(sorted(fields))}") from None
+    except (ValueError, InvalidArgumentError) as error:
+        raise InvalidArgumentError(where, str(error)) from error
+
+
 def _dataclass_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(cls)
 
@@ -90,7 +117,14 @@ def _flag(name: str) -> str:
 def _fields(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
     """A converter from YAML or text for each field."""
     hints = get_type_hints(cls)
-    return {field.name: _converter(hints[field.name]) for field in _dataclass_fields(cls)}
+    return {
+        field.name: _parsed(parse) if (parse := field.metadata.get("parse")) else _converter(hints[field.name])
+        for field in _dataclass_fields(cls)
+    }
+
+
+def _parsed(parse: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]:
+    return lambda value: parse(_to_mapping(value))
 
 
 def _converter(hint: Any) -> Callable[[Any], Any]:
@@ -134,10 +168,23 @@ def _to_strings(value: Any) -> tuple[str, ...]:
     return tuple(part.strip() for item in items for part in item.split(",") if part.strip())
 
 
+def _to_mapping(value: Any) -> Mapping[str, Any]:
+    """A mapping, or YAML text of one; nothing is an empty one."""
+    try:
+        content = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"expected a mapping of names, not {value!r}")
+    return content
+
+
 def _converted(convert: Callable[[Any], Any], value: Any, source: str) -> Any:
     try:
         return convert(value)
-    except ValueError as error:
+    except (ValueError, InvalidArgumentError) as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
@@ -175,6 +222,8 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     if _is_required(field):
         return "required"
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if isinstance(default, Mapping):
+        return "default: built in" if default else "default: none"
     if default is None or default in ("", ()):
         return "default: none"
     return f"default: {','.join(default) if isinstance(default, tuple) else default}"

@@ -14,12 +14,15 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from treeserve_core.errors import (
+    HandedBackError,
     HandshakeError,
     InvalidArgumentError,
     InvalidTreeError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     StaleBaseError,
+    StaleEpochError,
     TreeserveError,
     UnavailableError,
 )
@@ -48,9 +51,12 @@ _KINDS = (
     _Kind(InvalidTreeError, code_pb2.INVALID_ARGUMENT, "INVALID_TREE"),
     _Kind(InvalidArgumentError, code_pb2.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
     _Kind(StaleBaseError, code_pb2.FAILED_PRECONDITION, "STALE_BASE"),
+    _Kind(StaleEpochError, code_pb2.ABORTED, "STALE_EPOCH"),
     _Kind(HandshakeError, code_pb2.FAILED_PRECONDITION, "HANDSHAKE"),
+    _Kind(PermissionDeniedError, code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
     _Kind(NotFoundError, code_pb2.NOT_FOUND, "NOT_FOUND"),
     _Kind(OverloadedError, code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),
+    _Kind(HandedBackError, code_pb2.UNAVAILABLE, "HANDED_BACK"),
     _Kind(UnavailableError, code_pb2.UNAVAILABLE, "UNAVAILABLE"),
     _Kind(TimeoutError, code_pb2.DEADLINE_EXCEEDED, "TIMEOUT"),
 )
@@ -62,7 +68,8 @@ def to_status(error: BaseException) -> Status:
     if kind is None:
         return Status(code=code_pb2.INTERNAL, message=_INTERNAL_MESSAGE)
     status = Status(code=kind.code, message=_cut(str(error)))
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain=ERROR_DOMAIN))
+    metadata = {"cause": error.cause} if isinstance(error, OverloadedError) else {}
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain=ERROR_DOMAIN, metadata=metadata))
     if isinstance(error, InvalidArgumentError):
         bad_request = error_details_pb2.BadRequest()
         bad_request.field_violations.add(field=error.field, description=_cut(error.reason))
@@ -84,7 +91,7 @@ def from_status(status: Status) -> TreeserveError | TimeoutError:
     if issubclass(kind.error, InvalidArgumentError):
         return _invalid_argument(kind.error, status)
     if kind.error is OverloadedError:
-        return OverloadedError(status.message, _retry_after_s(status))
+        return OverloadedError(status.message, _retry_after_s(status), info.metadata.get("cause", "busy"))
     return cast("TreeserveError | TimeoutError", kind.error(status.message))
 
 

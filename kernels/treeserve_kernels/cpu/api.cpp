@@ -67,8 +67,18 @@ void ts_kv_destroy(TsKvCache* kv) { delete kv; }
 
 int64_t ts_kv_nbytes(const TsKvCache* kv) { return kv->nbytes(); }
 
+int64_t ts_kv_block_nbytes(const TsKvCache* kv) { return kv->block_nbytes(); }
+
 TsStatus ts_kv_move(TsKvCache* kv, int64_t count, const int64_t* src, const int64_t* dst) {
     return guarded([&] { kv->move(count, src, dst); });
+}
+
+TsStatus ts_kv_save(const TsKvCache* kv, int64_t block, char* data) {
+    return guarded([&] { kv->save(block, data); });
+}
+
+TsStatus ts_kv_load(TsKvCache* kv, int64_t block, const char* data) {
+    return guarded([&] { kv->load(block, data); });
 }
 
 TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y) {

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 2
+#define TS_ABI_VERSION 3
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -98,9 +98,14 @@ TS_EXPORT TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_
                                 TsKvCache** kv);
 TS_EXPORT void ts_kv_destroy(TsKvCache* kv);
 TS_EXPORT int64_t ts_kv_nbytes(const TsKvCache* kv);
+TS_EXPORT int64_t ts_kv_block_nbytes(const TsKvCache* kv);
 
 // Copies slot src[i] to slot dst[i] in every layer, in the order of i.
 TS_EXPORT TsStatus ts_kv_move(TsKvCache* kv, int64_t count, const int64_t* src, const int64_t* dst);
+
+// Copies a block out of every layer, or such a copy into any block: ts_kv_block_nbytes() bytes.
+TS_EXPORT TsStatus ts_kv_save(const TsKvCache* kv, int64_t block, char* data);
+TS_EXPORT TsStatus ts_kv_load(TsKvCache* kv, int64_t block, const char* data);
 
 // One linear layer alone, as the decoder computes it: x float32[rows, num_inputs] to y float32[rows, num_outputs].
 TS_EXPORT TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y);

@@ -172,6 +172,29 @@ class KvCache:
         moved = library.load().ts_kv_move(self._handle, len(sources), address(sources), address(destinations))
         library.check(moved)
 
+    @property
+    def block_nbytes(self) -> int:
+        """Size of one block of every layer."""
+        size: int = library.load().ts_kv_block_nbytes(self._handle)
+        return size
+
+    def save(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy a block out of every layer.
+
+        Args:
+            data: uint8[block_nbytes], to be written.
+
+        Raises:
+            ValueError: if there is no such block, or `data` is of another shape or type.
+        """
+        target = array_address("data", data, np.uint8, (self.block_nbytes,))
+        library.check(library.load().ts_kv_save(self._handle, block, target))
+
+    def load(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy what `save` wrote into a block of this cache or one of the same shape. Raises as `save`."""
+        source = array_address("data", data, np.uint8, (self.block_nbytes,))
+        library.check(library.load().ts_kv_load(self._handle, block, source))
+
 
 class Decoder:
     """Computes forward passes with a fixed team of threads, the calling one included."""

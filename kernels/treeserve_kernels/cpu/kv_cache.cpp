@@ -54,6 +54,20 @@ void TsKvCache::move(int64_t count, const int64_t* src, const int64_t* dst) {
     }
 }
 
+void TsKvCache::save(int64_t block, char* data) const {
+    require(block >= 0 && block < num_blocks_, "block to save is ", block, ", outside [0, ", num_blocks_, ")");
+    const int64_t bytes = layer_block_bytes();
+    for (int64_t layer = 0; layer < num_layers_; ++layer)
+        std::copy_n(block_at(layer, block), bytes, data + layer * bytes);
+}
+
+void TsKvCache::load(int64_t block, const char* data) {
+    require(block >= 0 && block < num_blocks_, "block to load is ", block, ", outside [0, ", num_blocks_, ")");
+    const int64_t bytes = layer_block_bytes();
+    for (int64_t layer = 0; layer < num_layers_; ++layer)
+        std::copy_n(data + layer * bytes, bytes, block_at(layer, block));
+}
+
 template <class Number>
 void TsKvCache::copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const {
     for (int64_t layer = 0; layer < num_layers_; ++layer) {

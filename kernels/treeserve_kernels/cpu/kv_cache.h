@@ -19,6 +19,7 @@ public:
     int64_t num_layers() const { return num_layers_; }
     int64_t num_kv_heads() const { return num_kv_heads_; }
     int64_t nbytes() const { return num_layers_ * layer_bytes_; }
+    int64_t block_nbytes() const { return num_layers_ * layer_block_bytes(); }
 
     // A block of any size takes whole slot groups; the last one may be partly unused. Returns group * 16 + lane.
     int64_t place(int64_t slot) const {
@@ -35,7 +36,15 @@ public:
     // Copies slot src[i] to slot dst[i] in every layer, in the order of i. Throws std::invalid_argument.
     void move(int64_t count, const int64_t* src, const int64_t* dst);
 
+    // Copies a block's keys and values of every layer out, or back into any block: block_nbytes() as they lie here.
+    // Throws std::invalid_argument.
+    void save(int64_t block, char* data) const;
+    void load(int64_t block, const char* data);
+
 private:
+    int64_t layer_block_bytes() const { return groups_per_block_ * layout_.group_bytes; }
+    // Where a block begins in a layer: its slot groups lie side by side.
+    char* block_at(int64_t layer, int64_t block) const { return cells(layer, block * groups_per_block_); }
     template <class Number>
     void copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const;
     template <class Number>

@@ -15,7 +15,7 @@ from treeserve_kernels.cpu.build import LIBRARY_NAME
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 
 
@@ -107,7 +107,10 @@ def _declare(library: ctypes.CDLL) -> None:
         "ts_kv_create": (int32, (shape, int64, int64, int32, out)),
         "ts_kv_destroy": (None, (pointer,)),
         "ts_kv_nbytes": (int64, (pointer,)),
+        "ts_kv_block_nbytes": (int64, (pointer,)),
         "ts_kv_move": (int32, (pointer, int64, pointer, pointer)),
+        "ts_kv_save": (int32, (pointer, int64, pointer)),
+        "ts_kv_load": (int32, (pointer, int64, pointer)),
         "ts_linear_apply": (int32, (linear, text, int64, pointer, pointer)),
     }
     for name, (result, arguments) in signatures.items():

@@ -31,9 +31,13 @@ _INLINE_TEXT_CHARS = 4096
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client asks for, as either edge understood it. Exactly one of prompt, messages and token_ids is set.
+    """What a client asks for, as either edge understood it.
+
+    Exactly one of prompt, messages, token_ids and resume_offset is set.
 
     Attributes:
+        resume_offset: take up the request of this id where the client has this many output tokens; all but the ids,
+            generated_token_ids and deadline is as it was.
         seed_given: the client chose sampling.seed; otherwise one is drawn.
         stopping: with max_tokens = OPEN_ENDED for what the context window leaves.
         deadline: time on the event loop's clock after which nobody waits; None for never.
@@ -50,6 +54,7 @@ class Ask:
     prompt: str | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     token_ids: Sequence[int] | None = None
+    resume_offset: int | None = None
     generated_token_ids: Sequence[int] = ()
     session_id: str = ""
     seed_given: bool = False
@@ -64,6 +69,7 @@ class RouterRequest:
 
     Attributes:
         generated_token_ids: output that existed when the request came (a resume).
+        delivered: of a request taken up by its id, how many output tokens the client has; None for any other.
         stopping: max_tokens counts generated_token_ids.
         tenant: label of whom it is for (`tenant_label`); empty if nobody is known.
     """
@@ -77,6 +83,17 @@ class RouterRequest:
     session_id: str = ""
     deadline: float | None = None
     tenant: str = ""
+    delivered: int | None = None
+
+    @property
+    def is_taken_up(self) -> bool:
+        """Whether some router admitted it before and ran it."""
+        return self.delivered is not None
+
+    @property
+    def num_delivered(self) -> int:
+        """Output tokens that the client has."""
+        return len(self.generated_token_ids) if self.delivered is None else self.delivered
 
     @property
     def max_total_tokens(self) -> int:
@@ -122,7 +139,8 @@ class Admission:
         check_token_ids("generated_token_ids", ask.generated_token_ids, vocab_size)
         ask.sampling.check_vocab(vocab_size)
         ask.stopping.check_vocab(vocab_size)
-        if ask.generated_token_ids and not (ask.seed_given or ask.sampling.is_greedy):
+        by_id = ask.resume_offset is not None
+        if ask.generated_token_ids and not (by_id or ask.seed_given or ask.sampling.is_greedy):
             raise InvalidArgumentError("sampling.seed", "is required to resume, as Started reported it")
 
     async def admit(self, ask: Ask, max_context_tokens: int) -> RouterRequest:
@@ -146,7 +164,7 @@ class Admission:
             limits=ask.limits,
             session_id=ask.session_id,
             deadline=ask.deadline,
-            tenant="" if ask.tenant is None else tenant_label(ask.tenant),
+            tenant=label_of(ask),
         )
 
     async def _tokenise(self, ask: Ask) -> tuple[str, Sequence[int]]:
@@ -184,6 +202,11 @@ def tenant_label(name: str) -> str:
     return hashlib.sha256(f"treeserve tenant {name}".encode()).hexdigest()[:32]
 
 
+def label_of(ask: Ask) -> str:
+    """The label of whom an ask is for; empty if nobody is known."""
+    return "" if ask.tenant is None else tenant_label(ask.tenant)
+
+
 async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:
     if chars <= _INLINE_TEXT_CHARS:
         return function(argument)
@@ -200,15 +223,24 @@ def _check_ids(ask: Ask) -> None:
 
 
 def _check_input(ask: Ask) -> None:
-    given = [what for what in (ask.prompt, ask.messages, ask.token_ids) if what is not None]
+    given = [what for what in (ask.prompt, ask.messages, ask.token_ids, ask.resume_offset) if what is not None]
     if len(given) != 1:
-        raise InvalidArgumentError("input", "exactly one of prompt, chat and tokens is required")
+        raise InvalidArgumentError("input", "exactly one of prompt, chat, tokens and resume is required")
+    if ask.resume_offset is not None:
+        _check_resume(ask, ask.resume_offset)
     if ask.messages is not None:
         _check_messages(ask.messages)
     if ask.prompt is not None and len(ask.prompt.encode()) > MAX_INPUT_BYTES:
         raise InvalidArgumentError("prompt", f"is longer than {MAX_INPUT_BYTES} bytes")
     if ask.token_ids is not None and len(ask.token_ids) > MAX_INPUT_BYTES:
         raise InvalidArgumentError("tokens.token_ids", f"more than {MAX_INPUT_BYTES} tokens")
+
+
+def _check_resume(ask: Ask, offset: int) -> None:
+    if not ask.request_id:
+        raise InvalidArgumentError("request_id", "is required to resume a request by its id")
+    if len(ask.generated_token_ids) not in (0, offset):
+        raise InvalidArgumentError("generated_token_ids", f"must be none or as many as resume.offset = {offset}")
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.qos import DEFAULT_POLICIES
+from treeserve_router.qos import Policies, ServiceLevels, class_named, policies_from
+from treeserve_router.queue import DEFAULT_MAX_BYTES
+from treeserve_router.tenants import TenantPolicy, tenants_from
 from treeserve_wire.config import check_at_least, option
+
+QUEUE_POLICIES = ("qos", "fifo")
 
 _HEADER_NAME = re.compile(r"[a-z0-9-]*")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -34,15 +41,76 @@ class RouterConfig:
     router_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
     max_queued_requests: int = field(default=1024, metadata=option("requests that may wait, beyond which: refused"))
     max_queued_tokens: int = field(default=1 << 20, metadata=option("prompt tokens that may wait, likewise"))
+    max_queued_bytes: int = field(default=DEFAULT_MAX_BYTES, metadata=option("memory of what may wait, likewise"))
+    queue_policy: str = field(
+        default="qos", metadata=option("qos: by service level and fair shares; fifo: in order of arrival")
+    )
+    ageing_s: float = field(
+        default=10.0, metadata=option("wait after which a class gets its weight's share beside more urgent ones")
+    )
+    qos: Policies = field(
+        default_factory=lambda: DEFAULT_POLICIES,
+        metadata=option(
+            "service classes: a mapping of class to ttft_ms, tpot_ms, weight, reserved_slots, preemptible, sheddable, "
+            "max_nodes, as far as they are to differ from the defaults",
+            policies_from,
+        ),
+    )
+    default_service_class: str = field(default="standard", metadata=option("class of requests of which nobody says"))
+    service_class_header: str = field(
+        default="",
+        metadata=option(
+            "header or gRPC metadata in which a gateway names the class that a request is due; like tenant_header"
+        ),
+    )
+    trust_clients: bool | None = field(
+        default=None,
+        metadata=option(
+            "clients may ask for a more urgent class, or tighter targets, than they are due. If empty: only where no "
+            "gateway is configured (tenant_header, service_class_header)"
+        ),
+    )
+    tenants: Mapping[str, TenantPolicy] = field(
+        default_factory=dict,
+        metadata=option(
+            "a mapping of tenant, or * for all others, to weight, requests_per_minute, tokens_per_minute, "
+            "max_in_progress",
+            tenants_from,
+        ),
+    )
     verifier_wait_s: float = field(default=10.0, metadata=option("longest wait while no verifier can serve at all"))
     max_replays: int = field(default=5, metadata=option("failures in a row without a new token that end a request"))
+    stall_timeout_s: float = field(
+        default=1.0,
+        metadata=option("least silence of a verifier; if it does not answer then, its sequences run on another, too"),
+    )
+    max_hedges: int = field(default=8, metadata=option("sequences that run twice at once, at most; 0 is none"))
     token_credit: int = field(default=64, metadata=option("token frames a verifier may have in flight"))
+    redis_timeout_s: float = field(
+        default=0.1, metadata=option("longest time that a request waits for Redis before it goes on without")
+    )
     session_ttl_s: float = field(default=1800.0, metadata=option("time a session's verifier is remembered"))
+    prefix_ttl_s: float = field(
+        default=600.0, metadata=option("time a verifier is believed to hold the KV of what it ran")
+    )
+    journal_ttl_s: float = field(
+        default=60.0, metadata=option("time in which another router can take up a request whose router is gone")
+    )
+    journal_bytes: int = field(
+        default=64 << 20, metadata=option("most bytes of this router's running requests in Redis; 0 keeps none")
+    )
     tenant_header: str = field(
         default="",
         metadata=option(
             "header or gRPC metadata in which an authenticating gateway names the tenant; it must drop what clients "
             "send under that name. Requests without it leave nothing behind for others. Empty: all are one tenant's"
+        ),
+    )
+    explain_requests: int = field(
+        default=0,
+        metadata=option(
+            "latest requests whose way `treeserve explain` can tell; 0 is off. Then whoever reaches the router can ask "
+            "about requests of the own tenant, knowing their ids"
         ),
     )
     drain_s: float = field(default=30.0, metadata=option("time to finish running streams after SIGTERM"))
@@ -51,15 +119,42 @@ class RouterConfig:
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_queued_requests", "max_queued_tokens", "max_replays", "token_credit")
-        for name in ("verifier_wait_s", "session_ttl_s", "drain_s"):
+        check_at_least(self, 1, "max_queued_requests", "max_queued_tokens", "max_queued_bytes")
+        check_at_least(self, 1, "max_replays", "token_credit")
+        check_at_least(self, 0, "max_hedges", "journal_bytes", "explain_requests")
+        if not (math.isfinite(self.stall_timeout_s) and self.stall_timeout_s > 0):
+            raise InvalidArgumentError("stall_timeout_s", "must be a number of seconds above 0")
+        for name in ("ageing_s", "verifier_wait_s", "session_ttl_s", "prefix_ttl_s", "journal_ttl_s", "drain_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidArgumentError(name, "must be a number of seconds, not negative")
-        if self.session_ttl_s < 1:
-            raise InvalidArgumentError("session_ttl_s", "must be at least 1 s")
+        if not (math.isfinite(self.redis_timeout_s) and self.redis_timeout_s > 0):
+            raise InvalidArgumentError("redis_timeout_s", "must be a number of seconds above 0")
+        for name in ("session_ttl_s", "prefix_ttl_s", "journal_ttl_s"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(name, "must be at least 1 s")
         if self.redis_url is not None and not self.redis_url.startswith(_REDIS_SCHEMES):
             raise InvalidArgumentError("redis_url", f"begins with none of {', '.join(_REDIS_SCHEMES)}")
-        if not _HEADER_NAME.fullmatch(self.tenant_header):
-            raise InvalidArgumentError("tenant_header", "is no lower-case header name")
+        for name in ("tenant_header", "service_class_header"):
+            if not _HEADER_NAME.fullmatch(getattr(self, name)):
+                raise InvalidArgumentError(name, "is no lower-case header name")
+        if self.queue_policy not in QUEUE_POLICIES:
+            raise InvalidArgumentError("queue_policy", f"is none of {', '.join(QUEUE_POLICIES)}")
+        class_named(self.default_service_class, "default_service_class")
         if not self.model_name:
             raise InvalidArgumentError("model_name", "is empty")
+
+    @property
+    def dispatch_policies(self) -> Policies:
+        """Policies that dispatch keeps to: in order of arrival none, so nothing is reserved or refused early."""
+        return {} if self.queue_policy == "fifo" else self.qos
+
+    @property
+    def service_levels(self) -> ServiceLevels:
+        """What requests are promised."""
+        has_gateway = bool(self.tenant_header or self.service_class_header)
+        return ServiceLevels(
+            policies=self.qos,
+            default_class=class_named(self.default_service_class, "default_service_class"),
+            class_header=self.service_class_header,
+            trust_clients=not has_gateway if self.trust_clients is None else self.trust_clients,
+        )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
-from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError, OverloadedError, UnavailableError
-from treeserve_core.identity import ModelIdentity
-from treeserve_router.mailbox import Ended, Lost, Placed, Tokens
+from treeserve_router.ledger import Load, VerifierLedger, VerifierOffer
+from treeserve_router.mailbox import Draining, Ended, Lost, Placed, Tokens
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
 from treeserve_wire import codec
@@ -29,26 +27,10 @@ _HANDED_BACK_HOLD_OFF_S = 0.1
 _SUBMIT_FRAME_BYTES = MAX_MESSAGE_BYTES // 2
 _MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - 1024
 
+# No step takes as many milliseconds, and no verifier computes as many tokens a second.
+_MAX_FIGURE = 1e9
+
 DecodeCall = grpc.aio.StreamStreamCall[pb.DecodeRequest, pb.DecodeResponse]
-
-
-@dataclass(frozen=True)
-class VerifierOffer:
-    """What a verifier said of itself in its welcome.
-
-    Attributes:
-        max_context_tokens: longest prompt plus output.
-        max_sequences: sequences it runs at once.
-        dtype: element type of the weights.
-        acceptance_rules: those it knows.
-    """
-
-    verifier_id: str
-    model: ModelIdentity
-    max_context_tokens: int
-    max_sequences: int
-    dtype: str
-    acceptance_rules: frozenset[AcceptanceRule]
 
 
 class DecodeStream:
@@ -64,16 +46,16 @@ class DecodeStream:
         self, address: str, call: DecodeCall, offer: VerifierOffer, token_credit: int, on_change: Callable[[], None]
     ) -> None:
         self.offer = offer
-        self._address = address
         self._call = call
         self._on_change = on_change
         self._window = CreditWindow(token_credit)
-        self._load = pb.LoadReport()
+        self._ledger = VerifierLedger(address, offer, asyncio.get_running_loop().time)
         self._tickets: dict[int, Ticket] = {}
         self._handles: dict[Ticket, int] = {}
-        self._unreported: set[int] = set()
         self._last_handle = 0
         self._held_off = False
+        self._suspected = False
+        self._asks = False
         # What waits to be written: each kind gathers, so a busy moment costs one frame of each.
         self._submits: dict[int, pb.SubmitSequence] = {}
         self._cancels: list[int] = []
@@ -82,37 +64,25 @@ class DecodeStream:
 
     @property
     def state(self) -> VerifierState:
-        """What placement may know. A report may be older than the last submissions, so those count on top."""
-        return VerifierState(
-            address=self._address,
-            verifier_id=self.offer.verifier_id,
-            max_context_tokens=self.offer.max_context_tokens,
-            max_sequences=self.offer.max_sequences,
-            sequences=max(self._load.sequences + len(self._unreported), len(self._tickets)),
-            free_blocks=self._load.free_blocks,
-            total_blocks=self._load.total_blocks,
-            draining=self._load.draining,
-            speculators=self._load.speculators,
-            holding_off=self._held_off,
-            acceptance_rules=self.offer.acceptance_rules,
-        )
+        """What placement may know."""
+        return self._ledger.state
 
     @property
     def is_idle(self) -> bool:
         """Whether no sequence runs on this stream."""
         return not self._tickets
 
-    def submit(self, ticket: Ticket) -> None:
-        """Give a sequence to the verifier."""
+    def submit(self, ticket: Ticket, waited_s: float) -> None:
+        """Give a sequence to the verifier. `waited_s`: how long its request has waited already."""
         handle = self._new_handle()
-        message = _submit_message(handle, ticket)
+        message = _submit_message(handle, ticket, waited_s)
         if message.ByteSize() > _MAX_SUBMIT_BYTES:
             error = InvalidArgumentError("prompt", f"{ticket.num_tokens} tokens do not fit one message to a verifier")
             ticket.mailbox.put(Ended(None, error=error))
             return
         self._tickets[handle] = ticket
         self._handles[ticket] = handle
-        self._unreported.add(handle)
+        self._ledger.sent(ticket, waited_s)
         self._submits[handle] = message
         self._to_write.set()
         ticket.mailbox.put(Placed(self.offer.verifier_id))
@@ -127,6 +97,15 @@ class DecodeStream:
             self._cancels.append(handle)
             self._to_write.set()
         self._on_change()
+
+    def suspect(self) -> bool:
+        """Ask it for a sign of life, and have placement avoid it until one comes; whether it was asked before."""
+        if self._suspected:
+            return True
+        self._suspected = self._asks = True
+        self._to_write.set()
+        self._avoid()
+        return False
 
     def lose_all(self, why: str) -> None:
         """Tell the owners of all sequences that nothing more will come."""
@@ -146,14 +125,19 @@ class DecodeStream:
     async def _read(self) -> None:
         while True:
             frame = await read_frame(self._call)
+            if self._suspected:
+                self._suspected = False
+                self._avoid()
             match frame.WhichOneof("frame"):
                 case "tokens":
                     for entry in frame.tokens.sequences:
                         self._deliver(entry)
                     self._grant(self._window.consume())
                 case "load":
-                    self._load = frame.load
-                    self._unreported.clear()
+                    if frame.load.draining and not self._ledger.state.draining:
+                        for ticket in self._tickets.values():
+                            ticket.mailbox.put(Draining())
+                    self._ledger.reported(_load(frame.load))
                     self._on_change()
                 case kind:
                     raise UnavailableError(f"the verifier sent an unexpected frame ({kind})")
@@ -172,8 +156,8 @@ class DecodeStream:
         if self._credit:
             frames, self._credit = self._credit, 0
             return pb.DecodeRequest(credit=pb.Credit(frames=frames))
-        if self._cancels:
-            handles, self._cancels = self._cancels, []
+        if self._cancels or self._asks:  # it answers every cancel, an empty one too
+            handles, self._cancels, self._asks = self._cancels, [], False
             return pb.DecodeRequest(cancel=pb.Cancel(handles=handles))
         if self._submits:
             return pb.DecodeRequest(submit=pb.Submit(sequences=self._take_submits()))
@@ -197,6 +181,8 @@ class DecodeStream:
         if entry.token_ids:
             log_probs = codec.log_probs_from_proto(entry.log_probs)
             ticket.mailbox.put(Tokens(entry.offset, tuple(entry.token_ids), log_probs))
+            if self._ledger.tokens(ticket, len(entry.token_ids)):
+                self._on_change()  # one less to start: there may be room for the next
         if entry.HasField("end"):
             self._forget(entry.handle)
             ended = _ended(entry.end)
@@ -208,8 +194,9 @@ class DecodeStream:
             self._on_change()
 
     def _forget(self, handle: int) -> None:
-        del self._handles[self._tickets.pop(handle)]
-        self._unreported.discard(handle)
+        ticket = self._tickets.pop(handle)
+        del self._handles[ticket]
+        self._ledger.gone(ticket)
 
     def _grant(self, frames: int) -> None:
         if frames:
@@ -219,11 +206,16 @@ class DecodeStream:
     def _hold_off(self, seconds: float) -> None:
         def resume() -> None:
             self._held_off = False
-            self._on_change()
+            self._avoid()
 
         if not self._held_off:
             self._held_off = True
+            self._ledger.avoid(True)
             asyncio.get_running_loop().call_later(seconds, resume)
+
+    def _avoid(self) -> None:
+        self._ledger.avoid(self._held_off or self._suspected)
+        self._on_change()
 
     def _new_handle(self) -> int:
         while True:
@@ -240,7 +232,7 @@ async def read_frame(call: DecodeCall) -> pb.DecodeResponse:
     return frame
 
 
-def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:
+def _submit_message(handle: int, ticket: Ticket, waited_s: float) -> pb.SubmitSequence:
     request = ticket.request
     speculation, service_level = codec.limits_to_proto(request.limits)
     return pb.SubmitSequence(
@@ -254,7 +246,30 @@ def _submit_message(handle: int, ticket: Ticket) -> pb.SubmitSequence:
         service_level=service_level,
         traceparent=ticket.traceparent,
         tenant=request.tenant,
+        session_id=request.session_id,
+        session_epoch=ticket.session_epoch,
+        preemptible=request.limits.preemptible,
+        waited_ms=waited_s * 1000,
     )
+
+
+def _load(report: pb.LoadReport) -> Load:
+    return Load(
+        sequences=report.sequences,
+        free_blocks=report.free_blocks,
+        total_blocks=report.total_blocks,
+        draining=report.draining,
+        speculators=report.speculators,
+        waiting=report.waiting,
+        preemptible=report.preemptible,
+        step_s=_measured(report.step_ms) / 1000,
+        prefill_tokens_per_s=_measured(report.prefill_tokens_per_s),
+    )
+
+
+def _measured(value: float) -> float:
+    """A peer's figure, or 0 (unknown) if it can be none."""
+    return value if 0 < value < _MAX_FIGURE else 0.0
 
 
 def _ended(end: pb.SequenceEnd) -> Ended:
@@ -267,4 +282,4 @@ def _ended(end: pb.SequenceEnd) -> Ended:
         return Ended(None, stats=stats, error=from_status(end.status))
     if reason is None:  # not a reason this side knows: as good as a verifier that died
         return Ended(None, stats=stats, error=UnavailableError("the verifier ended the sequence without a reason"))
-    return Ended(reason, stats)
+    return Ended(reason, stats, cached_tokens=end.cached_tokens)

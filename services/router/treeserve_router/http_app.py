@@ -33,6 +33,7 @@ from treeserve_router.openai_response import (
     http_error,
 )
 from treeserve_router.pool import ServedModel
+from treeserve_router.qos import ServiceLevels
 from treeserve_router.router import Router
 from treeserve_router.visible_output import TokenChunk
 from treeserve_text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class HttpParts:
     """What the HTTP API works with.
 
     Attributes:
+        levels: what requests are promised.
         wall_clock: seconds since the epoch.
         tenant_header: header in which a gateway names the tenant; empty for one tenant.
     """
@@ -60,6 +62,7 @@ class HttpParts:
     tokenizer: Tokenizer
     model_name: str
     registry: CollectorRegistry
+    levels: ServiceLevels
     wall_clock: Callable[[], float] = time.time
     tenant_header: str = ""
 
@@ -132,8 +135,12 @@ class GenerationEndpoint:
         try:
             http_request = Request(scope, receive)
             call = self._schema.from_json(await _read_json(http_request))
+            ask = call.to_ask(http_request.headers.get("traceparent", ""))
             ask = replace(
-                call.to_ask(http_request.headers.get("traceparent", "")),
+                ask,
+                limits=self._parts.levels.resolve(
+                    ask.limits, class_given=call.class_given, values=http_request.headers.getlist
+                ),
                 tenant=tenant_of(self._parts.tenant_header, http_request.headers.getlist),
             )
         except (TreeserveError, HTTPException) as error:

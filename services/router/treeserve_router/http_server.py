@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=max(round(drain_s), 1),
+            timeout_graceful_shutdown=math.ceil(drain_s),
         )
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None

@@ -10,9 +10,12 @@ import grpc
 
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceServicer
-from treeserve_router.admission import OPEN_ENDED, Ask, tenant_of
+from treeserve_router.admission import OPEN_ENDED, Ask, tenant_label, tenant_of
+from treeserve_router.explain import DecisionLog
+from treeserve_router.explain_messages import explanation_to_proto
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.pool import ServedModel
+from treeserve_router.qos import ServiceLevels
 from treeserve_router.router import Router
 from treeserve_router.visible_output import TokenChunk
 from treeserve_wire import codec
@@ -27,18 +30,24 @@ class InferenceServicer(InferenceServiceServicer):
     """Serves InferenceService from a router of one model.
 
     Args:
+        decisions: what Explain tells of.
+        levels: what requests are promised.
         tenant_header: metadata key in which a gateway names the tenant; empty for one tenant.
     """
 
-    def __init__(self, router: Router, model_name: str, tenant_header: str = "") -> None:
+    def __init__(
+        self, router: Router, model_name: str, decisions: DecisionLog, levels: ServiceLevels, tenant_header: str = ""
+    ) -> None:
         self._router = router
+        self._decisions = decisions
         self._model_name = model_name
+        self._levels = levels
         self._tenant_header = tenant_header
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Run a generation. Writing waits for a slow client, and for nobody else; a client that leaves cancels."""
         try:
-            ask = _ask_from_proto(request, context, self._tenant_header)
+            ask = _ask_from_proto(request, context, self._levels, self._tenant_header)
             async with contextlib.aclosing(self._router.generate(ask)) as events:
                 async for event in events:
                     await context.write(self._event_to_proto(event))
@@ -60,15 +69,27 @@ class InferenceServicer(InferenceServiceServicer):
         except Exception as error:
             await abort(context, error)
 
+    async def Explain(  # noqa: N802
+        self, request: pb.ExplainRequest, context: _Context
+    ) -> pb.ExplainResponse:
+        """Say what was decided about a request of the caller's tenant."""
+        try:
+            tenant = tenant_of(self._tenant_header, lambda key: _metadata(context, key))
+            label = None if tenant is None else tenant_label(tenant)
+            return explanation_to_proto(self._decisions.explain(request.request_id, label))
+        except Exception as error:
+            await abort(context, error)
+
     def _event_to_proto(self, event: GenerationEvent) -> pb.GenerateResponse:
         match event:
-            case Started(request_id, seed, prompt_tokens, acceptance):
+            case Started(request_id, seed, prompt_tokens, acceptance, resumable):
                 started = pb.Started(
                     request_id=request_id,
                     model=self._model_name,
                     seed=seed,
                     prompt_tokens=prompt_tokens,
                     acceptance=codec.acceptance_rule_to_proto(acceptance),
+                    resumable=resumable,
                 )
                 return pb.GenerateResponse(started=started)
             case TokenChunk(offset, token_ids, text, log_probs):
@@ -80,19 +101,24 @@ class InferenceServicer(InferenceServiceServicer):
                 return pb.GenerateResponse(finished=_finished_to_proto(event))
 
 
-def _ask_from_proto(request: pb.GenerateRequest, context: _Context, tenant_header: str) -> Ask:
+def _ask_from_proto(request: pb.GenerateRequest, context: _Context, levels: ServiceLevels, tenant_header: str) -> Ask:
     remaining_s = context.time_remaining()
     kind = request.WhichOneof("input")
     return Ask(
         sampling=codec.sampling_from_proto(request.sampling),
         seed_given=request.sampling.HasField("seed"),
         stopping=codec.stopping_from_proto(request.stopping, OPEN_ENDED),
-        limits=codec.limits_from_proto(request.speculation, request.service_level),
+        limits=levels.resolve(
+            codec.limits_from_proto(request.speculation, request.service_level),
+            class_given=bool(request.service_level.service_class),
+            values=lambda key: _metadata(context, key),
+        ),
         request_id=request.request_id,
         model=request.model,
         prompt=request.prompt if kind == "prompt" else None,
         messages=[{"role": m.role, "content": m.content} for m in request.chat.messages] if kind == "chat" else None,
         token_ids=request.tokens.token_ids if kind == "tokens" else None,
+        resume_offset=request.resume.offset if kind == "resume" else None,
         generated_token_ids=request.generated_token_ids,
         session_id=request.session_id,
         deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
@@ -109,7 +135,11 @@ def _metadata(context: _Context, key: str) -> list[str]:
 def _finished_to_proto(finished: Finished) -> pb.Finished:
     return pb.Finished(
         reason=codec.finish_reason_to_proto(finished.reason),
-        usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
+        usage=pb.Usage(
+            prompt_tokens=finished.prompt_tokens,
+            completion_tokens=finished.completion_tokens,
+            cached_tokens=finished.cached_tokens,
+        ),
         speculation=codec.stats_to_proto(finished.stats),
         stop_string=finished.stop_string,
     )

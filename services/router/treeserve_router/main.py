@@ -15,18 +15,24 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from treeserve.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from treeserve_core.identity import ModelIdentity
-from treeserve_router.admission import Admission
+from treeserve_router.admission import Admission, RouterRequest
 from treeserve_router.config import RouterConfig
 from treeserve_router.dispatcher import Dispatcher
+from treeserve_router.explain import DecisionLog
 from treeserve_router.generation import GenerationParts
+from treeserve_router.hedging import Hedger
 from treeserve_router.http_app import HttpParts, build_app
 from treeserve_router.http_server import HttpServer
 from treeserve_router.inference_servicer import SERVICE_NAME, InferenceServicer
 from treeserve_router.metrics import RouterMetrics
+from treeserve_router.order import ArrivalOrder, Order, QosOrder
 from treeserve_router.pool import VerifierPool
-from treeserve_router.queue import RequestQueue
+from treeserve_router.queue import RequestQueue, Ticket
+from treeserve_router.quotas import Quotas
 from treeserve_router.router import Router
-from treeserve_router.store import NoStore, RedisStore
+from treeserve_router.shared_quotas import SharedQuotas
+from treeserve_router.shared_state import SharedState
+from treeserve_router.tenants import Tenants
 from treeserve_router.verifier_link import VerifierLink
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.discovery import PeerWatch
@@ -38,6 +44,9 @@ from treeserve_wire.telemetry import setup_tracing
 _MAX_CONNECTION_AGE_MS = 300_000
 # An input of 1 MiB, or as many token ids, and what a resumed request has received already.
 _MAX_REQUEST_BYTES = 8 << 20
+
+# What still runs after the drain is told so, and has this long to hear it.
+_CUT_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -56,18 +65,30 @@ class RouterProcess:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, tracer: Tracer, registry: CollectorRegistry) -> None:
         clock = asyncio.get_running_loop().time
         metrics = RouterMetrics(registry)
-        queue = RequestQueue(config.max_queued_requests, config.max_queued_tokens, clock)
+        tenants = Tenants(config.tenants)
+        queue = make_queue(config, tenants, clock)
         self._config = config
         self._pool = VerifierPool(_link_maker(config, tokenizer))
-        self._dispatcher = Dispatcher(queue, self._pool, config.verifier_wait_s, clock)
-        self._store = (
-            RedisStore(config.redis_url, config.session_ttl_s, metrics.redis_s.observe) if config.redis_url else None
+        decisions = DecisionLog(clock, config.explain_requests, config.router_id)
+        self._dispatcher = Dispatcher(
+            queue, self._pool, config.verifier_wait_s, clock, policies=config.dispatch_policies, decisions=decisions
         )
-        router = Router(
+        self._shared = SharedState(config, self._pool, metrics.redis_s.observe, clock)
+        link = self._shared.link
+        self._quotas = Quotas(tenants, SharedQuotas(link, config.router_id) if link is not None else None, clock)
+        hedger = Hedger(self._dispatcher, metrics, config.stall_timeout_s, config.max_hedges, clock)
+
+        def charge(request: RouterRequest, num_tokens: int) -> None:
+            queue.charge(request, num_tokens)
+            self._quotas.charge(request.tenant, num_tokens)
+
+        self._router = router = Router(
             Admission(tokenizer, config.model_name),
             self._pool,
-            GenerationParts(self._dispatcher, tokenizer, metrics, config.max_replays),
-            self._store or NoStore(),
+            GenerationParts(self._dispatcher, hedger, tokenizer, metrics, config.max_replays, decisions, charge),
+            self._shared.book,
+            self._shared.journal,
+            self._quotas,
             tracer,
             verifier_wait_s=config.verifier_wait_s,
             clock=clock,
@@ -80,17 +101,27 @@ class RouterProcess:
             max_connection_age_ms=_MAX_CONNECTION_AGE_MS,
         )
         add_InferenceServiceServicer_to_server(
-            InferenceServicer(router, config.model_name, config.tenant_header), self._server.grpc
+            InferenceServicer(router, config.model_name, decisions, config.service_levels, config.tenant_header),
+            self._server.grpc,
         )
-        app = build_app(HttpParts(router, tokenizer, config.model_name, registry, tenant_header=config.tenant_header))
-        self._http = HttpServer(app, config.http_listen, config.drain_s) if config.http_listen else None
+        app = build_app(
+            HttpParts(
+                router,
+                tokenizer,
+                config.model_name,
+                registry,
+                config.service_levels,
+                tenant_header=config.tenant_header,
+            )
+        )
+        self._http = HttpServer(app, config.http_listen, config.drain_s + _CUT_S) if config.http_listen else None
         self._pool_changed = asyncio.Event()
         self._pool.subscribe(self._pool_changed.set)
         metrics.watch(queue, lambda: len(self._pool.states()))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Addresses]:
-        """Serve inside the context; leaving it lets running streams end within `drain_s`.
+        """Serve inside the context; leaving it lets running streams end within `drain_s`, and cuts those that are left.
 
         Raises:
             OSError: if an address cannot be bound.
@@ -108,14 +139,13 @@ class RouterProcess:
                     task.cancel()
 
     def _background(self) -> list[Coroutine[Any, Any, None]]:
-        work = [
+        return [
             self._dispatcher.run(),
             self._report_health(),
             PeerWatch(self._config.verifiers).run(self._pool.update),
+            *self._shared.background(),
+            self._quotas.run(),
         ]
-        if self._store is not None:
-            work.append(self._store.run_heartbeat(self._leases))
-        return work
 
     async def _report_health(self) -> None:
         """SERVING while at least one verifier can take work."""
@@ -124,16 +154,29 @@ class RouterProcess:
             self._pool_changed.clear()
             await self._server.set_serving(self._pool.is_serving)
 
-    def _leases(self) -> dict[str, str]:
-        return {state.verifier_id: state.address for state in self._pool.states()}
-
     async def _drain(self) -> None:
-        """Refuse new requests, let running ones end, then let go of verifiers and store."""
+        """Refuse new requests, let running ones end or interrupt them, then let go of verifiers and Redis."""
+        drain_s = self._config.drain_s
+        cut = asyncio.get_running_loop().call_later(drain_s, self._router.interrupt, "the router shuts down")
         http_drain = [self._http.drain()] if self._http is not None else []
-        await asyncio.gather(self._server.drain(self._config.drain_s), *http_drain)
+        await asyncio.gather(self._server.drain(drain_s + _CUT_S), *http_drain)
+        cut.cancel()
         await self._pool.close()
-        if self._store is not None:
-            await self._store.close()
+        self._quotas.settle()
+        await self._shared.close()
+
+
+def make_queue(config: RouterConfig, tenants: Tenants, clock: Callable[[], float]) -> RequestQueue:
+    """The queue that the configuration asks for."""
+    order: Order[Ticket] = ArrivalOrder() if config.queue_policy == "fifo" else QosOrder(config.qos, config.ageing_s)
+    return RequestQueue(
+        config.max_queued_requests,
+        config.max_queued_tokens,
+        clock,
+        max_bytes=config.max_queued_bytes,
+        order=order,
+        weight_of=tenants.weight,
+    )
 
 
 def _link_maker(config: RouterConfig, tokenizer: Tokenizer) -> Callable[[str, Callable[[], None]], VerifierLink]:

@@ -9,6 +9,7 @@ from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from treeserve_core.acceptance import AcceptanceRule
+from treeserve_core.errors import OverloadedError
 from treeserve_core.sampling import SequenceLimits, ServiceClass
 from treeserve_router.queue import RequestQueue
 
@@ -63,7 +64,20 @@ class RouterMetrics:
         self._rejections = Counter(
             "treeserve_router_rejections", "Requests that failed, by the kind of error.", ["reason"], registry=registry
         )
+        self._refusals = Counter(
+            "treeserve_router_refusals",
+            "Requests refused because something is full: a bound of the queue, a quota, what targets leave.",
+            ["cause"],
+            registry=registry,
+        )
         self.replays = _counter("treeserve_router_replays", "Generations continued on another link.", registry)
+        self.hedges = Counter(
+            "treeserve_router_hedges",
+            "Generations run on a second verifier because the first was silent, and how that ended.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.moves = _counter("treeserve_router_moves", "Generations moved off a draining verifier.", registry)
         self.redis_s = Histogram(
             "treeserve_router_redis_seconds", "Time of a call to Redis.", buckets=_REDIS_BUCKETS, registry=registry
         )
@@ -91,6 +105,8 @@ class RouterMetrics:
     def rejected(self, error: BaseException) -> None:
         """Count a request that failed."""
         self._rejections.labels(type(error).__name__.removesuffix("Error")).inc()
+        if isinstance(error, OverloadedError):
+            self._refusals.labels(error.cause).inc()
 
 
 class RequestMeter:
@@ -109,6 +125,11 @@ class RequestMeter:
         self._first_token: float | None = None
         self._num_tokens = 0
         metrics.active.inc()
+
+    def resolved(self, limits: SequenceLimits) -> None:
+        """What holds for the request: its policy's, or those it had before it was taken up."""
+        self._service_class = _label(limits.service_class)
+        self._acceptance = limits.acceptance.rule
 
     def admitted(self, prompt_tokens: int) -> None:
         """Count the prompt."""

@@ -20,6 +20,8 @@ from treeserve_router.admission import OPEN_ENDED, Ask
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 # The completions API's own default; the chat API's is what the context window leaves.
 _DEFAULT_COMPLETION_TOKENS = 16
+# OpenAI's names for service classes; the others leave the class to whoever is asked.
+_TIERS = {"auto": None, "default": None, "flex": ServiceClass.BATCH, "priority": ServiceClass.INTERACTIVE}
 _Tokens = Annotated[int, Field(lt=2**32)]
 
 
@@ -79,7 +81,8 @@ class GenerationOptions(_Strict):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     session_id: str = ""
-    service_class: Literal["realtime", "interactive", "standard", "batch"] = "standard"
+    service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
+    service_class: Literal["realtime", "interactive", "standard", "batch"] | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     speculation: Speculation = Speculation()
@@ -121,10 +124,23 @@ class GenerationOptions(_Strict):
             ignore_eos=self.ignore_eos,
         )
 
+    @property
+    def class_given(self) -> bool:
+        """Whether the client chose a service class."""
+        return self._asked_class is not None
+
+    @property
+    def _asked_class(self) -> ServiceClass | None:
+        by_tier = _TIERS[self.service_tier]
+        by_name = None if self.service_class is None else ServiceClass[self.service_class.upper()]
+        if by_name is not None and by_tier is not None and by_name != by_tier:
+            raise InvalidArgumentError("service_tier", "contradicts service_class")
+        return by_tier if by_name is None else by_name
+
     def _limits(self) -> SequenceLimits:
         max_nodes = (self.speculation.max_nodes or None) if self.speculation.enabled else 0
         return SequenceLimits(
-            service_class=ServiceClass[self.service_class.upper()],
+            service_class=self._asked_class or ServiceClass.STANDARD,
             max_nodes=max_nodes,
             ttft_ms=self.ttft_ms,
             tpot_ms=self.tpot_ms,

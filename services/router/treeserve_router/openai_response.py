@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from treeserve_core.errors import InvalidArgumentError, NotFoundError, OverloadedError, TreeserveError, UnavailableError
+from treeserve_core.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    StaleEpochError,
+    TreeserveError,
+    UnavailableError,
+)
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_router.generation import Finished
 from treeserve_router.visible_output import TokenChunk
@@ -184,8 +193,13 @@ def error_response(error: BaseException) -> ErrorResponse:
         case NotFoundError():
             return _error(404, "invalid_request_error", str(error), param="model", code="model_not_found")
         case OverloadedError():
-            headers = {"retry-after": str(max(round(error.retry_after_s), 1))}
-            return _error(429, "rate_limit_error", str(error), code="overloaded", headers=headers)
+            headers = {"retry-after": str(max(math.ceil(error.retry_after_s), 1))}
+            code = "rate_limit_exceeded" if error.cause.startswith("quota") else "overloaded"
+            return _error(429, "rate_limit_error", str(error), code=code, headers=headers)
+        case PermissionDeniedError():
+            return _error(403, "permission_error", str(error), code="permission_denied")
+        case StaleEpochError():
+            return _error(409, "invalid_request_error", str(error), param="session_id", code="stale_epoch")
         case UnavailableError():
             return _error(503, "service_unavailable_error", str(error), code="unavailable")
         case TimeoutError():

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import structlog
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, format_trace_id
 
 from treeserve_core.errors import NotFoundError, TreeserveError, UnavailableError
-from treeserve_router.admission import Admission, Ask
+from treeserve_router.admission import Admission, Ask, RouterRequest, label_of
+from treeserve_router.affinity import AffinityBook
 from treeserve_router.generation import Finished, Generation, GenerationEvent, GenerationParts, Started
+from treeserve_router.journal import Journal
 from treeserve_router.metrics import RequestMeter
 from treeserve_router.pool import ServedModel, VerifierPool
-from treeserve_router.store import SessionStore
+from treeserve_router.quotas import Quotas
+from treeserve_router.resume import take_up
 from treeserve_router.visible_output import TokenChunk
 from treeserve_wire.telemetry import context_from
 
@@ -26,6 +30,9 @@ class Router:
 
     Args:
         parts: what generations work with.
+        book: where requests' KV may be.
+        journal: what other routers need to take up the requests of this one, and this one theirs.
+        quotas: of tenants.
         verifier_wait_s: longest time a request waits for the first verifier's limits.
         clock: seconds, monotonic; the event loop's own.
     """
@@ -35,7 +42,9 @@ class Router:
         admission: Admission,
         pool: VerifierPool,
         parts: GenerationParts,
-        store: SessionStore,
+        book: AffinityBook,
+        journal: Journal,
+        quotas: Quotas,
         tracer: Tracer,
         *,
         verifier_wait_s: float,
@@ -44,16 +53,25 @@ class Router:
         self._admission = admission
         self._pool = pool
         self._parts = parts
-        self._store = store
+        self._book = book
+        self._journal = journal
+        self._quotas = quotas
         self._tracer = tracer
         self._verifier_wait_s = verifier_wait_s
         self._clock = clock
         self._active: dict[str, Generation] = {}
+        self._interrupted = ""  # why nothing runs here any more
 
     @property
     def is_ready(self) -> bool:
         """Whether at least one verifier can take work."""
         return self._pool.is_serving
+
+    def interrupt(self, why: str) -> None:
+        """End what runs, and whatever comes, with UNAVAILABLE: clients can resume it at another router."""
+        self._interrupted = why
+        for generation in self._active.values():
+            generation.interrupt(why)
 
     def model(self, name: str) -> ServedModel:
         """The served model. Raises NotFoundError if no verifier serves it or it has another name."""
@@ -81,16 +99,16 @@ class Router:
         span = self._tracer.start_span("treeserve.generate", context=context_from(ask.traceparent))
         log = _log.bind(trace_id=format_trace_id(span.get_span_context().trace_id))
         rule = ask.limits.acceptance.rule
-        span.set_attribute("treeserve.acceptance", rule.label)
         if ask.session_id:
             log = log.bind(session_id=ask.session_id)
         outcome = "cancelled"
         try:
-            async with contextlib.aclosing(self._run(ask, span)) as events:
+            async with contextlib.aclosing(self._run(ask, span, meter)) as events:
                 async for event in events:
                     match event:
                         case Started():
                             log = log.bind(request_id=event.request_id)
+                            rule = event.acceptance
                             meter.admitted(event.prompt_tokens)
                         case TokenChunk():
                             meter.tokens(len(event.token_ids), span)
@@ -110,26 +128,44 @@ class Router:
             span.end()
             log.info("request ended", outcome=outcome, acceptance=rule.label, lossy=rule.is_lossy)
 
-    async def _run(self, ask: Ask, span: Span) -> AsyncGenerator[GenerationEvent, None]:
+    async def _run(self, ask: Ask, span: Span, meter: RequestMeter) -> AsyncGenerator[GenerationEvent, None]:
         self._admission.check(ask)
-        request = await self._admission.admit(ask, await self._max_context_tokens(ask.deadline))
+        request = await self._request(ask)
+        meter.resolved(request.limits)
         span.set_attribute("treeserve.request_id", request.request_id)
-        record = await self._store.session(request.session_id) if request.session_id else None
-        generation = Generation(request, self._parts, record.verifier_id if record else "", span)
+        span.set_attribute("treeserve.acceptance", request.limits.acceptance.rule.label)
+        prompt_tokens = len(request.prompt_token_ids)
+        async with (
+            self._quotas.admitted(request.tenant, prompt_tokens, is_resumed=request.is_taken_up),
+            contextlib.aclosing(self._generate(request, span)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    async def _generate(self, request: RouterRequest, span: Span) -> AsyncGenerator[GenerationEvent, None]:
+        affinity = await self._book.find(request)
+        generation = Generation(request, self._parts, affinity, span)
         older = self._active.get(request.request_id)
         if older is not None:
             older.supersede()
         self._active[request.request_id] = generation
+        if self._interrupted:
+            generation.interrupt(self._interrupted)
         try:
-            async with contextlib.aclosing(generation.events()) as events:
-                async for event in events:
-                    if isinstance(event, Finished) and request.session_id:
-                        committed_len = event.prompt_tokens + event.completion_tokens
-                        self._store.remember_session(request.session_id, generation.verifier_id, committed_len)
-                    yield event
+            with await self._journal.open(request, generation.output) as page:
+                async with contextlib.aclosing(generation.events()) as events:
+                    async for event in events:
+                        yield replace(event, resumable=page.is_kept) if isinstance(event, Started) else event
         finally:
+            self._book.note(request, affinity, generation.verifier_id, generation.output)
             if self._active.get(request.request_id) is generation:
                 del self._active[request.request_id]
+
+    async def _request(self, ask: Ask) -> RouterRequest:
+        """The request of a checked ask: a new one, or one that runs already."""
+        if ask.resume_offset is not None:
+            return take_up(ask, await self._journal.find(label_of(ask), ask.request_id))
+        return await self._admission.admit(ask, await self._max_context_tokens(ask.deadline))
 
     async def _max_context_tokens(self, deadline: float | None) -> int:
         """The context window; waits for the first verifier, which alone knows it."""

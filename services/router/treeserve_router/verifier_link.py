@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 import grpc
 import structlog
@@ -13,7 +15,8 @@ from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve.verifier.v1.verifier_pb2_grpc import VerifierServiceStub
 from treeserve_core.errors import HandshakeError, TreeserveError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
-from treeserve_router.decode_stream import DecodeStream, VerifierOffer, read_frame
+from treeserve_router.decode_stream import DecodeCall, DecodeStream, read_frame
+from treeserve_router.ledger import VerifierOffer
 from treeserve_router.mailbox import Lost
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
@@ -28,6 +31,13 @@ _BACKOFF = Backoff()
 _log = structlog.get_logger(__name__)
 
 
+@contextlib.asynccontextmanager
+async def dial(address: str) -> AsyncIterator[DecodeCall]:
+    """A Decode call to an address, over a channel of its own."""
+    async with open_channel(address) as channel:
+        yield VerifierServiceStub(channel).Decode()
+
+
 class VerifierLink:
     """Keeps a Decode stream to one address.
 
@@ -36,6 +46,7 @@ class VerifierLink:
         token_credit: token frames the verifier may have in flight.
         on_change: called after anything that placement may care about: connection, load, room.
         rng: for the jitter of waits.
+        dial: opens the call.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class VerifierLink:
         token_credit: int,
         on_change: Callable[[], None],
         rng: random.Random,
+        dial: Callable[[str], AbstractAsyncContextManager[DecodeCall]] = dial,
     ) -> None:
         self.address = address
         self._model = model
@@ -55,6 +67,7 @@ class VerifierLink:
         self._token_credit = token_credit
         self._on_change = on_change
         self._rng = rng
+        self._dial = dial
         self._failures = 0
         self._stream: DecodeStream | None = None
 
@@ -73,24 +86,32 @@ class VerifierLink:
         """Whether no sequence runs here."""
         return self._stream is None or self._stream.is_idle
 
-    def submit(self, ticket: Ticket) -> None:
-        """Run a ticket's sequence on this verifier; a link that is down reports it lost at once."""
+    def submit(self, ticket: Ticket, waited_s: float = 0.0) -> None:
+        """Run a ticket's sequence on this verifier; a link that is down reports it lost at once.
+
+        Args:
+            waited_s: how long its request has waited already.
+        """
         if self._stream is None:
             ticket.mailbox.put(Lost(self.address, "not connected"))
         else:
-            self._stream.submit(ticket)
+            self._stream.submit(ticket, waited_s)
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop a ticket's sequence; nothing happens if it is not here any more."""
         if self._stream is not None:
             self._stream.cancel(ticket)
 
+    def suspect(self) -> bool:
+        """Ask for a sign of life and have placement avoid it until one comes; whether it was asked before."""
+        return self._stream is not None and self._stream.suspect()
+
     async def run(self) -> None:
         """Connect, serve, and connect again with growing pauses, until cancelled."""
         while True:
             try:
-                async with open_channel(self.address) as channel:
-                    stream = await self._open(channel)
+                async with self._dial(self.address) as call:
+                    stream = await self._open(call)
                     self._failures = 0
                     await self._serve(stream)
             except Exception as error:  # whatever ended this stream, the next one may work
@@ -98,9 +119,8 @@ class VerifierLink:
             self._failures += 1
             await asyncio.sleep(_BACKOFF.wait_s(self._failures, self._rng))
 
-    async def _open(self, channel: grpc.aio.Channel) -> DecodeStream:
+    async def _open(self, call: DecodeCall) -> DecodeStream:
         """Shake hands. Raises HandshakeError if the verifier serves something else."""
-        call = VerifierServiceStub(channel).Decode()
         async with asyncio.timeout(_WELCOME_TIMEOUT_S):
             await call.write(pb.DecodeRequest(hello=self._hello))
             frame = await read_frame(call)
@@ -144,4 +164,5 @@ def _offer(welcome: pb.DecodeWelcome) -> VerifierOffer:
         max_sequences=welcome.max_sequences,
         dtype=welcome.dtype,
         acceptance_rules=codec.known_acceptance_rules(welcome.acceptance_rules),
+        block_size=welcome.block_size,
     )

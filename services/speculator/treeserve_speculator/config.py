@@ -17,6 +17,7 @@ CORPUS = "corpus"
 NGRAM_TABLE = "ngram_table"
 HEAD = "head"
 TRAINED = "trained"  # in place of all that was trained for the target
+CHEAP_SOURCES = ("ngram", "suffix", "recycling", NGRAM_TABLE)  # next to no computing time
 MAX_SOURCE_BUDGET_MS = 10_000.0
 MAX_SOURCES = 16
 

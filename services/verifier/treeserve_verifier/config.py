@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,16 +48,47 @@ class VerifierConfig:
     )
     kv_tokens: int = field(default=16384, metadata=option("KV cache capacity in tokens"))
     block_size: int = field(default=16, metadata=option("tokens in a KV block"))
+    kv_host_mb: int = field(
+        default=256, metadata=option("host memory for KV that was evicted and may be wanted again, MB; 0 is off")
+    )
+    kv_disk_mb: int = field(default=0, metadata=option("disk for what host memory has no room for, MB; 0 is off"))
+    kv_disk_folder: Path = field(
+        default_factory=lambda: Path(tempfile.gettempdir()), metadata=option("where that file lies, without a name")
+    )
+    session_lease_s: float = field(
+        default=60.0, metadata=option("how long the KV of a session is kept before that of others after a turn")
+    )
     max_sequences: int = field(default=32, metadata=option("sequences that run at once"))
+    reserved_sequences: int = field(default=1, metadata=option("places beyond those, for realtime sequences alone"))
     max_waiting: int = field(default=256, metadata=option("sequences that wait for KV blocks, beyond which: refused"))
     max_context_tokens: int = field(default=4096, metadata=option("longest prompt plus output in tokens"))
     max_nodes: int = field(default=32, metadata=option("draft nodes of one tree, the root not counted"))
     max_depth: int = field(default=16, metadata=option("deepest draft node"))
     step_rows: int = field(default=256, metadata=option("most rows of one forward pass"))
-    prefill_rows: int = field(default=64, metadata=option("most prefill rows of a step that also decodes"))
+    prefill_rows: int = field(default=128, metadata=option("most prefill rows of a step that also decodes"))
+    max_decode_gap_ms: float = field(
+        default=100.0, metadata=option("longest step beside which prefill rows may keep decoding sequences waiting")
+    )
+    ageing_s: float = field(default=10.0, metadata=option("waiting that makes a sequence more urgent by one class"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
     emit_interval_ms: float = field(
         default=10.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
+    )
+    colocated_sources: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "draft sources that also run in this process: for models whose steps take only milliseconds, where a "
+            "tree's way from a speculator costs what it saves. Those that take next to no computing time: ngram, "
+            "suffix, recycling, ngram_table; trained stands for the last where it was trained"
+        ),
+    )
+    colocated_drafter: str = field(
+        default="treeserve_speculator.colocated:build",
+        metadata=option("package.module:factory of the drafter for colocated_sources"),
+    )
+    drafter_folder: Path | None = field(
+        default=None,
+        metadata=option("trained drafters for colocated_sources; without it those shipped for the model, if any"),
     )
     draft_always: bool = field(
         default=False,
@@ -74,9 +106,14 @@ class VerifierConfig:
             self, 1, "threads", "kv_tokens", "block_size", "max_sequences", "max_context_tokens", "step_rows"
         )
         check_at_least(self, 1, "max_depth")
-        check_at_least(self, 0, "max_nodes", "max_waiting")
-        if self.step_rows <= self.max_sequences:
-            raise InvalidArgumentError("step_rows", "must exceed max_sequences: every sequence needs its root row")
+        check_at_least(self, 0, "max_nodes", "max_waiting", "kv_host_mb", "kv_disk_mb", "reserved_sequences")
+        if self.step_rows <= self.max_sequences + self.reserved_sequences:
+            raise InvalidArgumentError("step_rows", "must exceed all places: every sequence needs its root row")
+        for name in ("max_decode_gap_ms", "ageing_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgumentError(name, "must be positive")
+        if self.session_lease_s < 0:
+            raise InvalidArgumentError("session_lease_s", "is negative")
         if not 1 <= self.prefill_rows <= self.step_rows:
             raise InvalidArgumentError("prefill_rows", f"is outside [1, step_rows = {self.step_rows}]")
         if self.kv_tokens // self.block_size * self.block_size < self.max_context_tokens + self.block_size:

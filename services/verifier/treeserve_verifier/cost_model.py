@@ -1,4 +1,4 @@
-"""What a step costs: t(rows), measured at start-up and refined while running."""
+"""What a step costs: t(rows, prefill rows, context), measured at start-up and refined while running."""
 
 from __future__ import annotations
 
@@ -7,39 +7,68 @@ from collections.abc import Callable, Mapping
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
+_CONTEXT_ROWS = 16
 _ENOUGH_MS = 50.0  # timing one count of rows
 _SMOOTHING = 0.1
+_MOST_SURPRISE = 2.5  # one outlier must not distort the table
 _AGES_MS = 1e9
 
 
 class CostModel:
-    """Milliseconds of a forward pass as a function of its rows: a staircase.
+    """Milliseconds of a forward pass: a staircase in its rows with logits, and a straight line in its prefill rows.
 
     Rows are computed in tiles, so a step costs what the next measured count of rows costs; beyond the table the last
-    slope goes on. An observed step pulls its stair, and all others half as much: most of what changes (a busy
-    neighbour, a longer context) slows every step alike. Stairs never fall, because more rows never cost less.
+    slope goes on. Stairs never fall, because more rows never cost less. A prefill row costs `prefill_row_ms`, and
+    `attend_ms` more for every KV position that it attends to.
+
+    An observed step pulls its stair, and all others half as much: most of what changes (a busy neighbour, a longer
+    context) slows every step alike. A step with prefill rows pulls their price instead.
+
+    Args:
+        table: milliseconds by rows.
+        prefill_row_ms: None for the table's last slope.
     """
 
-    def __init__(self, table: Mapping[int, float]) -> None:
+    def __init__(self, table: Mapping[int, float], prefill_row_ms: float | None = None, attend_ms: float = 0.0) -> None:
         if not table or any(ms <= 0 for ms in table.values()):
             raise ValueError("a cost table needs at least one positive entry")
         self._rows = sorted(table)
         self._ms = [table[rows] for rows in self._rows]
         self._make_monotone()
+        self._prefill_row_ms = self._ms[-1] / self._rows[-1] if prefill_row_ms is None else prefill_row_ms
+        self._attend_ms = attend_ms
 
     @classmethod
-    def measure(cls, time_ms: Callable[[int], float]) -> CostModel:
+    def measure(
+        cls,
+        time_ms: Callable[[int], float],
+        time_prefill_ms: Callable[[int, int], float] | None = None,
+        most_context: int = 0,
+    ) -> CostModel:
         """Build the table from `time_ms(rows)`: for each entry of _MEASURED_ROWS the fastest of two timings or three.
 
         What disturbs a timing only ever adds to it, and to a short one the most.
+
+        Args:
+            time_prefill_ms: duration of a pass of so many rows, without logits, after so many KV positions.
+            most_context: positions that it may be asked for; 0 leaves the cost of context to what is observed.
         """
         time_ms(MOST_MEASURED_ROWS)  # the first pass pays for allocations
-        return cls({rows: _fastest(time_ms, rows) for rows in _MEASURED_ROWS})
+        table = {rows: _fastest(time_ms, rows) for rows in _MEASURED_ROWS}
+        if time_prefill_ms is None:
+            return cls(table)
+        prefill = _fastest(lambda rows: time_prefill_ms(rows, 0), MOST_MEASURED_ROWS)
+        row_ms = max(0.0, prefill - table[1]) / MOST_MEASURED_ROWS
+        if most_context < 1:
+            return cls(table, row_ms)
+        fresh = _fastest(lambda rows: time_prefill_ms(rows, 0), _CONTEXT_ROWS)
+        later = _fastest(lambda rows: time_prefill_ms(rows, most_context), _CONTEXT_ROWS)
+        return cls(table, row_ms, max(0.0, later - fresh) / (_CONTEXT_ROWS * most_context))
 
     @classmethod
     def free_rows(cls) -> CostModel:
         """Steps that take ages, however many rows they have: all that is drafted is worth waiting for and verifying."""
-        return cls({1: _AGES_MS, 2**31: _AGES_MS})
+        return cls({1: _AGES_MS, 2**31: _AGES_MS}, prefill_row_ms=0.0)
 
     @property
     def table(self) -> dict[int, float]:
@@ -47,20 +76,41 @@ class CostModel:
         return dict(zip(self._rows, self._ms, strict=True))
 
     def step_ms(self, rows: int) -> float:
-        """Expected duration of a step with this many rows."""
+        """Expected duration of a step with so many rows with logits and no other."""
         stair = bisect.bisect_left(self._rows, rows)
         if stair < len(self._rows):
             return self._ms[stair]
         return self._ms[-1] * rows / self._rows[-1]
 
-    def observe(self, rows: int, ms: float) -> None:
-        """Take one finished step into account. Steps beyond the table (big prefills) are left out."""
-        stair = bisect.bisect_left(self._rows, rows)
-        if stair == len(self._rows) or ms <= 0:
+    def prefill_ms(self, rows: int, context: int) -> float:
+        """What a step takes longer by for a prefill chunk of so many rows after so many KV positions."""
+        return self._prefill_ms(rows, rows * (context + rows / 2.0))
+
+    def prefill_rows_within(self, ms: float, most: int, context: int) -> int:
+        """How many prefill rows after so many KV positions lengthen a step by no more than `ms`; `most` at most."""
+        return bisect.bisect_right(range(1, most + 1), ms, key=lambda rows: self.prefill_ms(rows, context))
+
+    def observe(self, rows: int, ms: float, prefill_rows: int = 0, attended: float = 0.0) -> None:
+        """Take one finished step into account. Those beyond the table are left out, unless they have prefill rows.
+
+        Args:
+            rows: rows with logits.
+            attended: KV positions that a prefill row attends to, summed over all of them.
+        """
+        if ms <= 0:
             return
-        change = _SMOOTHING * (min(ms / self._ms[stair], 2.5) - 1.0)  # one outlier must not distort the table
-        self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
-        self._make_monotone()
+        surprise = min(ms / (self.step_ms(rows) + self._prefill_ms(prefill_rows, attended)), _MOST_SURPRISE) - 1.0
+        change = _SMOOTHING * surprise
+        stair = bisect.bisect_left(self._rows, rows)
+        if prefill_rows:
+            self._prefill_row_ms *= 1.0 + change
+            self._attend_ms *= 1.0 + change
+        elif stair < len(self._rows):
+            self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
+            self._make_monotone()
+
+    def _prefill_ms(self, rows: int, attended: float) -> float:
+        return rows * self._prefill_row_ms + attended * self._attend_ms
 
     def _make_monotone(self) -> None:
         for i in range(1, len(self._ms)):

@@ -15,7 +15,8 @@ from treeserve_core.errors import InvalidArgumentError, OverloadedError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.intake import Intake
-from treeserve_verifier.loop import Load, VerifyLoop
+from treeserve_verifier.load import Load
+from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.sequence import Emission, Sequence, Submission
 from treeserve_wire import codec
 from treeserve_wire.credits import Credits
@@ -205,14 +206,9 @@ class DecodeHandler:
             stream.flush()
 
     def _differs(self, load: Load) -> bool:
-        """Whether routers must know: a few KV blocks come and go with every step."""
+        """Whether routers must know: a few KV blocks come and go with every step, and every step takes its own time."""
         told = self._last_load
-        few = self._total_blocks // _UNTOLD_SHARE_OF_BLOCKS
-        return (
-            told is None
-            or replace(told, free_blocks=load.free_blocks) != load
-            or abs(told.free_blocks - load.free_blocks) > few
-        )
+        return told is None or not told.resembles(load, few_blocks=self._total_blocks // _UNTOLD_SHARE_OF_BLOCKS)
 
     def _report(self, load: Load, streams: Iterable[DecodeStream]) -> None:
         self._last_load = load
@@ -222,6 +218,11 @@ class DecodeHandler:
             total_blocks=self._total_blocks,
             draining=load.draining,
             speculators=load.speculators,
+            waiting=load.waiting,
+            preemptible=load.preemptible,
+            step_ms=load.step_ms,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            cached_blocks=load.cached_blocks,
         )
         for stream in streams:
             stream.report(report)
@@ -234,6 +235,7 @@ class DecodeHandler:
         elif kind == "cancel":
             for handle in request.cancel.handles:
                 stream.cancel(handle)
+            self._report(self._loop.load(), (stream,))  # a sign of life, whatever changed
         elif kind == "credit":
             stream.grant(request.credit.frames)
         else:
@@ -249,20 +251,25 @@ class DecodeHandler:
                 max_sequences=self._config.max_sequences,
                 dtype=self._config.dtype,
                 acceptance_rules=[codec.acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
+                block_size=self._config.block_size,
             )
         )
 
 
 def _submission(message: verifier_pb2.SubmitSequence) -> Submission:
+    limits = codec.limits_from_proto(message.speculation, message.service_level)
     return Submission(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
         generated_token_ids=tuple(message.generated_token_ids),
         sampling=codec.sampling_from_proto(message.sampling),
         stopping=codec.stopping_from_proto(message.stopping, max_tokens_default=0),
-        limits=codec.limits_from_proto(message.speculation, message.service_level),
+        limits=replace(limits, preemptible=message.preemptible),
         traceparent=message.traceparent,
         tenant=message.tenant,
+        session_id=message.session_id,
+        session_epoch=message.session_epoch,
+        waited_ms=message.waited_ms,
     )
 
 
@@ -274,5 +281,6 @@ def _append(message: verifier_pb2.SequenceTokens, emission: Emission) -> None:
     elif emission.finish_reason is not None:
         message.end.reason = codec.finish_reason_to_proto(emission.finish_reason)
         message.end.stop_string = emission.stop_string
+        message.end.cached_tokens = emission.cached_tokens
     if message.HasField("end") and emission.stats is not None:
         message.end.speculation.CopyFrom(codec.stats_to_proto(emission.stats))

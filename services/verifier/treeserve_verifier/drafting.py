@@ -14,7 +14,7 @@ from treeserve_core.tree import TokenTree, merge
 from treeserve_verifier.pacing import MAX_INTERVAL, Pace
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
-from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator
+from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator, SpeculatorKind
 
 _PRIOR_SMOOTHING = 0.05  # the last twenty trees of all sequences
 _NEVER = 2**31
@@ -30,6 +30,7 @@ class _Seat:
         told_features: place of the token after the last one whose features it was sent.
         pace: what its trees are worth here, and how often it is asked.
         top_token_ids: of the tokens that it was not told yet, if it wants them.
+        known: of the tokens that it was not told yet, how many were in trees of quicker speculators.
         tree: what is left of its newest tree under the present root.
         tree_base: committed length for which that was drawn.
         offered: whether a step could use it.
@@ -41,6 +42,7 @@ class _Seat:
     told_len: int = 0
     told_features: int = 0
     top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    known: int = 0
     tree: TokenTree | None = None
     tree_base: int = 0
     offered: bool = False
@@ -65,6 +67,8 @@ class DraftDesk:
     gain_s, and no longer than gain_s after the speculator was last heard: a pause never costs more than what was hoped
     for. Otherwise it decodes at once, and the next step uses a tree that comes meanwhile, if what was committed lies in
     it.
+
+    Where several draft for one sequence, a tree is credited with what no quicker speculator's tree had.
 
     When to ask: after each tree, `Pace` decides how many tokens later the next is asked for; until then the speculator
     is sent nothing, and the tokens go with the ask. A tree pays if token_s * saves exceeds its share of 1.5 latency_s,
@@ -103,8 +107,8 @@ class DraftDesk:
 
     @property
     def speculators(self) -> tuple[Speculator, ...]:
-        """Attached speculators."""
-        return tuple(self._speculators)
+        """Attached speculators, those in this process not counted."""
+        return tuple(speculator for speculator in self._speculators if not speculator.is_colocated)
 
     def source_names(self, mask: int) -> list[str]:
         """Names of the sources in a merged tree's mask."""
@@ -118,21 +122,23 @@ class DraftDesk:
         *,
         wants_top_tokens: bool,
         wants_features: FeatureShape | None = None,
+        is_colocated: bool = False,
     ) -> Speculator:
         """Add a speculator and give it its share of the sequences that are open.
 
         Args:
             wants_features: the features it wants, if any; it gets none of another shape than `feature_shape`.
+            is_colocated: it drafts in this process.
         """
         for source in sources:
             if source not in self._source_names:
                 self._source_names.append(source)
         bits = tuple(self._source_names.index(source) for source in sources)
         gets_features = wants_features is not None and wants_features == self.feature_shape
-        speculator = Speculator(name, sources, bits, outbox, wants_top_tokens, gets_features)
+        speculator = Speculator(name, sources, bits, outbox, wants_top_tokens, gets_features, is_colocated)
         self._speculators.append(speculator)
         for sequence, seats in self._seats.items():
-            if all(seat.speculator.sources != sources for seat in seats):
+            if all(seat.speculator.kind != speculator.kind for seat in seats):
                 self._seat(sequence, speculator)
         return speculator
 
@@ -142,7 +148,7 @@ class DraftDesk:
         for sequence in speculator.sequences.values():
             seats = self._seats[sequence]
             seats[:] = [seat for seat in seats if seat.speculator is not speculator]
-            heir = self._least_loaded(speculator.sources)
+            heir = self._least_loaded(speculator.kind)
             if heir is not None:
                 self._seat(sequence, heir)
 
@@ -151,9 +157,9 @@ class DraftDesk:
         if sequence in self._seats or not sequence.submission.limits.speculates:
             return
         self._seats[sequence] = []
-        for sources in {speculator.sources for speculator in self._speculators}:
-            speculator = self._least_loaded(sources)
-            assert speculator is not None  # the sources are those of an attached one
+        for kind in {speculator.kind for speculator in self._speculators}:
+            speculator = self._least_loaded(kind)
+            assert speculator is not None  # the kind is that of an attached one
             self._seat(sequence, speculator)
 
     def close(self, sequence: Sequence) -> None:
@@ -195,10 +201,12 @@ class DraftDesk:
             spent: what the step's draft nodes for the sequence cost, in tokens.
         """
         new = sequence.tokens[base_len:]
-        for seat in self._seats.get(sequence, ()):
+        seats = self._seats.get(sequence, ())
+        for seat, known in zip(seats, _known_already(seats, new), strict=True):
+            seat.known += known
             if seat.speculator.wants_top_tokens and seat.told_len > 0:
                 seat.top_token_ids += top_token_ids
-            if self._score(seat.pace, new, spent if seat.offered else None):
+            if self._score(seat.pace, new, spent if seat.offered else None, known):
                 self._adapt(seat)
             self._move_along(seat, new)
             if len(sequence.tokens) - seat.told_len >= self._interval(seat):
@@ -221,7 +229,7 @@ class DraftDesk:
         if seat.waits and base == seat.told_len:
             speculator.heard(handle, self._clock())
             seat.pace.follow(proposal.tree)
-            if self._score(seat.pace, sequence.tokens[base:], spent=None):
+            if self._score(seat.pace, sequence.tokens[base:], None, seat.known):
                 self._adapt(seat)
         try:
             tree = proposal.rebased(sequence.tokens)
@@ -258,12 +266,19 @@ class DraftDesk:
         bound_s = min(gain_s, self._max_wait_s)
         return speculator.silent_since + bound_s if _WORTH * speculator.latency_s < bound_s else 0.0
 
-    def _score(self, pace: Pace, new: SequenceOf[int], spent: float | None) -> bool:
-        """Follow the tree along new tokens; `spent` is None if the step had no tree. True if the tree ended."""
+    def _score(self, pace: Pace, new: SequenceOf[int], spent: float | None, known: int) -> bool:
+        """Follow the tree along new tokens; True if it ended.
+
+        Args:
+            spent: what its nodes cost; None if the step had no tree.
+            known: how many of the tokens, from the first on, it did not save alone.
+        """
+        alone = new[known:]
         if spent is None:
-            return pace.committed(new, 1.0 - self._prices().row)
+            return pace.committed(new[:known], 0.0) or pace.committed(alone, 1.0 - self._prices().row)
         pace.spend(spent)
-        return pace.committed(new[:-1], 1.0) or pace.committed(new[-1:], 0.0)  # the bonus token was not accepted
+        each = ((new[:known], 0.0), (alone[:-1], 1.0), (alone[-1:], 0.0))  # the bonus token was not accepted
+        return any(pace.committed(tokens, saved) for tokens, saved in each)
 
     def _move_along(self, seat: _Seat, new: SequenceOf[int]) -> None:
         if seat.tree is not None:
@@ -300,6 +315,7 @@ class DraftDesk:
         self._send_features(sequence, seat)
         seat.told_len = len(sequence.tokens)
         seat.top_token_ids.clear()
+        seat.known = 0
         seat.speculator.ask(seat.handle, self._clock())
         self.asks += 1
 
@@ -312,9 +328,9 @@ class DraftDesk:
             seat.speculator.outbox.features(seat.handle, rows)
             seat.told_features = window.end
 
-    def _least_loaded(self, sources: tuple[str, ...]) -> Speculator | None:
+    def _least_loaded(self, kind: SpeculatorKind) -> Speculator | None:
         now = self._clock()
-        same = [speculator for speculator in self._speculators if speculator.sources == sources]
+        same = [speculator for speculator in self._speculators if speculator.kind == kind]
         return min(same, key=lambda s: (s.is_silent(now, self._max_wait_s), len(s.sequences)), default=None)
 
     def _seat(self, sequence: Sequence, speculator: Speculator) -> None:
@@ -335,6 +351,25 @@ class DraftDesk:
         if tree.source_masks is None or bits == tuple(range(len(bits))):
             return tree
         return replace(tree, source_masks=tuple(_translate(mask, bits) for mask in tree.source_masks))
+
+
+def _known_already(seats: SequenceOf[_Seat], new: SequenceOf[int]) -> list[int]:
+    """For each seat how many of the new tokens, from the first on, a quicker speculator's tree had."""
+    if len(seats) < 2:
+        return [0] * len(seats)
+    had = [(seat.speculator.latency_s, _depth_along(seat.tree, new)) for seat in seats]
+    return [max((depth for latency_s, depth in had if latency_s < own), default=0) for own, _ in had]
+
+
+def _depth_along(tree: TokenTree | None, new: SequenceOf[int]) -> int:
+    """How many of the tokens lie in a tree, from its root's children on."""
+    node = 0
+    for depth, token_id in enumerate(new):
+        child = tree.child(node, token_id) if tree is not None else None
+        if child is None:
+            return depth
+        node = child
+    return len(new)
 
 
 def _translate(mask: int, bits: Iterable[int]) -> int:

@@ -226,9 +226,10 @@ class StepExecutor:
         except Exception as error:
             self._runner.rollback(sequence.seq_id)
             return StepResult(planned, error=error)
-        kept = range(planned.chunk) if planned.chunk > 1 else (0, *outcome.accepted_nodes)
-        walked = kept if planned.chunk > 1 else kept[: len(outcome.token_ids)]
-        features = self._features(planned, computed, walked)
+        # KV never covers the last committed token, drafted or not: what can be reused later does not depend on it.
+        path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
+        kept = range(planned.chunk) if planned.chunk > 1 else path
+        features = self._features(planned, computed, kept)
         self._runner.commit(sequence.seq_id, kept)
         return StepResult(planned, outcome, top_token_ids, features=features)
 
@@ -257,11 +258,23 @@ class StepExecutor:
 
 def forward_ms(runner: ModelRunner, rows: int) -> float:
     """Duration of a forward pass over a fresh chain of `rows` tokens with logits for all of them, milliseconds."""
+    return _time_ms(runner, rows, 0, range(rows))
+
+
+def prefill_ms(runner: ModelRunner, rows: int, context: int) -> float:
+    """Duration of a forward pass over `rows` tokens after `context` others, without logits, milliseconds."""
+    return _time_ms(runner, rows, context, ())
+
+
+def _time_ms(runner: ModelRunner, rows: int, context: int, logits_rows: SequenceOf[int]) -> float:
     blocks, seq_id = runner.blocks, -1
     blocks.add(seq_id)
+    if context:  # whatever lies there: numbers do not change how long it takes
+        blocks.reserve(seq_id, context)
+        blocks.commit(seq_id, range(context))
     blocks.reserve(seq_id, rows)
     start = time.perf_counter()
-    runner.forward([SequenceRows.from_chain(seq_id, [0] * rows, range(rows))])
+    runner.forward([SequenceRows.from_chain(seq_id, [0] * rows, logits_rows)])
     elapsed = time.perf_counter() - start
     blocks.rollback(seq_id)
     blocks.free(seq_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from opentelemetry import trace
@@ -16,19 +17,32 @@ from treeserve_text.assembler import TextAssembler
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.sequence import Emission, Sequence, Submission
+from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.telemetry import context_from
+
+_MOST_SESSION_CHARACTERS = 128
 
 
 class Intake:
-    """Builds sequences. The router checked the request already; this side trusts nothing it did not check itself."""
+    """Builds sequences. The router checked the request already; this side trusts nothing it did not check itself.
+
+    Args:
+        fence: refuses turns of a session that come too late; None lets all pass.
+    """
 
     def __init__(
-        self, config: VerifierConfig, identity: ModelIdentity, tokenizer: Tokenizer, tracer: trace.Tracer
+        self,
+        config: VerifierConfig,
+        identity: ModelIdentity,
+        tokenizer: Tokenizer,
+        tracer: trace.Tracer,
+        fence: SessionFence | None = None,
     ) -> None:
         self._config = config
         self._identity = identity
         self._tokenizer = tokenizer
         self._tracer = tracer
+        self._fence = fence
         self._seq_ids = itertools.count(1)
 
     def accept(self, submission: Submission, emit: Callable[[Emission], None]) -> Sequence:
@@ -36,6 +50,7 @@ class Intake:
 
         Raises:
             InvalidArgumentError: if the submission does not fit the model or this verifier's context window.
+            StaleEpochError: if a newer turn of its session was seen.
         """
         self._check(submission)
         sampler = self._sampler(submission)
@@ -45,6 +60,8 @@ class Intake:
             watch.push(list(submission.generated_token_ids))
             if watch.stopped is not None:
                 raise InvalidArgumentError("generated_token_ids", "already contain a stop string")
+        if self._fence is not None:
+            self._fence.check(submission.tenant, submission.session_id, submission.session_epoch)
         span = self._tracer.start_span(
             "treeserve.verify",
             context_from(submission.traceparent),
@@ -81,6 +98,10 @@ class Intake:
         for name in ("prompt_token_ids", "generated_token_ids"):
             check_token_ids(name, getattr(submission, name), self._identity.vocab_size)
         check_tenant(submission.tenant)
+        if len(submission.session_id) > _MOST_SESSION_CHARACTERS:
+            raise InvalidArgumentError("session_id", f"has more than {_MOST_SESSION_CHARACTERS} characters")
+        if not (math.isfinite(submission.waited_ms) and submission.waited_ms >= 0):
+            raise InvalidArgumentError("waited_ms", "must be a number of milliseconds")
         submission.sampling.check_vocab(self._identity.vocab_size)
         submission.stopping.check_vocab(self._identity.vocab_size)
         total = len(submission.prompt_token_ids) + submission.stopping.max_tokens

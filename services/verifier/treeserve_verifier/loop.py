@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
-from treeserve_core.errors import UnavailableError
+from treeserve_core.errors import HandedBackError
 from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
+from treeserve_verifier.colocated import ColocatedOutbox
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
+from treeserve_verifier.load import Load, SpeedMeter
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.planner import Candidate, Prices, StepPlan, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
@@ -22,16 +23,6 @@ from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Load:
-    """Sequences held, free KV blocks, attached speculators; a draining verifier takes nothing more."""
-
-    sequences: int
-    free_blocks: int
-    speculators: int
-    draining: bool
 
 
 class VerifyLoop:
@@ -44,6 +35,7 @@ class VerifyLoop:
     Args:
         clock: seconds, monotonic.
         run_ahead_s: plain steps may run that long without this loop, if nothing changes.
+        colocated: a drafter in this process; None for speculators alone.
     """
 
     def __init__(
@@ -56,7 +48,11 @@ class VerifyLoop:
         metrics: VerifierMetrics,
         clock: Callable[[], float],
         run_ahead_s: float = 0.0,
+        colocated: ColocatedOutbox | None = None,
     ) -> None:
+        self._colocated = colocated
+        if colocated is not None:
+            colocated.attach(desk)
         self._run_ahead_s = run_ahead_s
         self._scheduler = scheduler
         self._desk = desk
@@ -65,6 +61,7 @@ class VerifyLoop:
         self._cost = cost
         self._metrics = metrics
         self._clock = clock
+        self._speed = SpeedMeter()
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._uncounted: list[ExecutedStep] = []
@@ -74,8 +71,18 @@ class VerifyLoop:
 
     def load(self) -> Load:
         """What this verifier can still take."""
-        speculators = len(self._desk.speculators)
-        return Load(len(self._scheduler), self._scheduler.free_blocks, speculators, self._draining)
+        scheduler = self._scheduler
+        return Load(
+            sequences=len(scheduler),
+            free_blocks=scheduler.free_blocks,
+            speculators=len(self._desk.speculators),
+            draining=self._draining,
+            waiting=len(scheduler.waiting),
+            preemptible=scheduler.preemptible,
+            step_ms=self._speed.step_ms,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            cached_blocks=scheduler.cached_blocks,
+        )
 
     def prices(self) -> Prices:
         """What tokens and rows cost at present."""
@@ -86,10 +93,10 @@ class VerifyLoop:
 
         Raises:
             OverloadedError: if too many wait already.
-            UnavailableError: while draining.
+            HandedBackError: while draining.
         """
         if self._draining:
-            raise UnavailableError("the verifier is draining")
+            raise HandedBackError("the verifier is draining")
         self._scheduler.submit(sequence)
         self._changed.set()
 
@@ -131,7 +138,7 @@ class VerifyLoop:
             self._changed.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new sequences, let running ones end, and fail those that are left with UNAVAILABLE."""
+        """Refuse new sequences, let running ones end, and hand back those that are left."""
         self._draining = True
         self._notify()
         with contextlib.suppress(TimeoutError):
@@ -177,26 +184,25 @@ class VerifyLoop:
         return PlainRun(steps, lambda: not self._changed.is_set() and self._clock() < until)
 
     def _settle_step(self, step: ExecutedStep) -> None:
+        plan = StepPlan(tuple(result.planned for result in step.results))
         if step.forward_ms:
-            self._cost.observe(step.rows, step.forward_ms)
-        node_cost = self._planner.node_cost(StepPlan(tuple(result.planned for result in step.results)))
+            self._cost.observe(plan.rows - plan.prefill_rows, step.forward_ms, plan.prefill_rows, plan.attended)
+            self._speed.observe(plan.prefill_rows, step.forward_ms)
+        node_cost = self._planner.node_cost(plan)
         for result in step.results:
             self._settle(result, node_cost)
 
     def _candidates(self) -> list[Candidate]:
         for sequence in self._scheduler.admit():
             self._desk.open(sequence)
-        return [
-            Candidate(s, uncomputed, self._desk.tree(s) if uncomputed == 1 else None)
-            for s in self._scheduler.running
-            for uncomputed in (self._scheduler.uncomputed(s),)
-        ]
+        return self._scheduler.candidates(self._desk.tree)
 
     async def _until_ready(self) -> None:
         """Return when a step should run: there is work, and no tree worth waiting for is missing."""
         waiting_since: float | None = None
         while True:
             self._changed.clear()
+            self._draft_here()
             if len(self._scheduler) == 0:
                 self._catch_up()
                 await self._changed.wait()
@@ -215,6 +221,11 @@ class VerifyLoop:
         if waiting_since is not None:
             self._metrics.tree_waits.inc()
             self._metrics.tree_wait_seconds.inc(now - waiting_since)
+
+    def _draft_here(self) -> None:
+        """Take the trees of the drafter in this process."""
+        if self._colocated is not None and self._colocated.is_due:
+            self._colocated.draft(self._desk, self.prices())
 
     def _settle(self, result: StepResult, node_cost: float) -> None:
         sequence = result.planned.sequence
@@ -236,11 +247,14 @@ class VerifyLoop:
         """Do what a step left for later: count it, and have its tokens sent."""
         self._count()
         self._notify()
+        if self._colocated is not None:
+            self._colocated.learn()
 
     def _count(self) -> None:
         steps, self._uncounted = self._uncounted, []
         for step in steps:
             self._metrics.count(step, self._desk.source_names)
+        self._metrics.count_gaps(self._scheduler.take_gaps_s())
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:

@@ -17,18 +17,20 @@ from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
 from treeserve_engine.exactness import measure_divergence
+from treeserve_engine.kv_storage import TierBytes
 from treeserve_engine.loading import load_model
 from treeserve_engine.memory_limits import available_bytes
 from treeserve_engine.memory_plan import MemoryPlan, ModelSizes, megabytes
 from treeserve_engine.precision import Precision, choose_precision
 from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
+from treeserve_verifier.colocated import build_colocated
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.cost_model import MOST_MEASURED_ROWS, CostModel
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.executor import StepExecutor, forward_ms
+from treeserve_verifier.executor import StepExecutor, forward_ms, prefill_ms
 from treeserve_verifier.intake import Intake
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
@@ -36,6 +38,7 @@ from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.servicer import VerifierServicer
+from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.process import run_service
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
@@ -43,6 +46,8 @@ from treeserve_wire.telemetry import setup_tracing, start_metrics
 _log = structlog.get_logger(__name__)
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 _STOP_GRACE_S = 1.0
+_MB = 1_000_000
+_MEASURED_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,14 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     vocab_size = model.config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise InvalidArgumentError("model", f"the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}")
-    runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size)
-    _check_room(model.config.max_position_embeddings, runner.blocks.total_blocks * config.block_size)
-    cost = CostModel.measure(functools.partial(forward_ms, runner))
+    tiers = TierBytes(config.kv_host_mb * _MB, config.kv_disk_mb * _MB, config.kv_disk_folder)
+    runner = ModelRunner(model, config.kv_tokens // config.block_size, config.block_size, tiers=tiers)
+    room = _check_room(model.config.max_position_embeddings, runner.blocks.total_blocks * config.block_size)
+    cost = CostModel.measure(
+        functools.partial(forward_ms, runner),
+        functools.partial(prefill_ms, runner),
+        most_context=min(_MEASURED_CONTEXT, room - MOST_MEASURED_ROWS),
+    )
     divergence = measure_divergence(model)
     if not math.isfinite(divergence):
         raise InvalidArgumentError("model", "computes logits that are not finite: its weights are damaged")
@@ -105,11 +115,12 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     return Engine(runner, tokenizer, identity, cost, precision, divergence, thread)
 
 
-def _check_room(window: int, kv_tokens: int) -> None:
-    """Whether what is measured at start-up fits into the model's context window and the KV cache."""
+def _check_room(window: int, kv_tokens: int) -> int:
+    """Tokens for which there is room. What is measured at start-up must fit into window and KV cache."""
     for field, tokens in (("model", window), ("kv_tokens", kv_tokens)):
         if tokens < MOST_MEASURED_ROWS:
             raise InvalidArgumentError(field, f"has room for {tokens} tokens; at least {MOST_MEASURED_ROWS} are needed")
+    return min(window, kv_tokens)
 
 
 def _check_memory(config: VerifierConfig, precision: Precision) -> None:
@@ -120,10 +131,14 @@ def _check_memory(config: VerifierConfig, precision: Precision) -> None:
         num_blocks=config.kv_tokens // config.block_size,
         block_size=config.block_size,
         rows=config.step_rows,
+        spilled=config.kv_host_mb * _MB,
     )
     available = available_bytes(config.device)
     _log.info("memory plan", **plan.table(), available=megabytes(available))
     plan.check(available)
+    on_host = available_bytes("cpu")
+    if config.kv_host_mb * _MB > on_host:  # beside a GPU, whose memory the plan is of
+        raise InvalidArgumentError("kv_host_mb", f"is more than this machine's {megabytes(on_host)}")
 
 
 class Verifier:
@@ -138,6 +153,7 @@ class Verifier:
             kv_dtype=engine.precision.kv_dtype,
         )
         self._config = config
+        self._metrics = metrics
         self.blocks = engine.runner.blocks
         self._thread = engine.thread
         planner = StepPlanner(config, CostModel.free_rows() if config.draft_always else engine.cost)
@@ -146,11 +162,18 @@ class Verifier:
         self._desk = DraftDesk(
             clock,
             config.draft_wait_ms / 1e3,
-            lambda s: planner.draft_budget(s, len(self._scheduler)),
+            lambda s: planner.draft_budget(s, len(self._scheduler), self._scheduler.slack_ms(s)),
             lambda: planner.prices(len(self._scheduler.running)),
             executor.feature_shape,
         )
-        self._scheduler = Scheduler(config, self.blocks, self._sequence_ended)
+        self._scheduler = Scheduler(
+            config,
+            self.blocks,
+            self._sequence_ended,
+            clock,
+            token_ms=lambda: engine.cost.prefill_ms(1, 0),
+            compute_last=self._computed_last,
+        )
         self.loop = VerifyLoop(
             self._scheduler,
             self._desk,
@@ -160,8 +183,9 @@ class Verifier:
             metrics,
             clock,
             config.emit_interval_ms / 1e3,
+            build_colocated(config, engine.identity, metrics.registry),
         )
-        intake = Intake(config, engine.identity, engine.tokenizer, tracer)
+        intake = Intake(config, engine.identity, engine.tokenizer, tracer, SessionFence(clock))
         decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)
         draft = DraftHandler(config, engine.identity, self.loop, metrics)
         self.loop.observers.append(decode.update)
@@ -191,15 +215,35 @@ class Verifier:
         watch, watch_total = metrics.watch, metrics.watch_total
         watch("treeserve_verifier_sequences", "Sequences held", lambda: len(self._scheduler))
         watch("treeserve_verifier_kv_free_blocks", "Free KV blocks", lambda: self.blocks.free_blocks)
+        watch("treeserve_verifier_kv_cached_blocks", "Free ones with a known prefix", lambda: self.blocks.cached_blocks)
+        watch("treeserve_verifier_kv_spilled_blocks", "Blocks in tiers below", lambda: sum(self.blocks.tier_blocks))
         watch("treeserve_verifier_kv_blocks", "All KV blocks", lambda: self.blocks.total_blocks)
         watch("treeserve_verifier_speculators", "Attached speculators", lambda: len(self._desk.speculators))
         watch("treeserve_verifier_logits_divergence", "Batch dependence of logits; 0 is exact", lambda: divergence)
         watch_total("treeserve_verifier_tree_asks", "Trees asked for", lambda: self._desk.asks)
         watch_total("treeserve_verifier_late_trees", "Trees that came too late", lambda: self._desk.late)
+        watch_total("treeserve_verifier_kv_restored", "Blocks from tiers", lambda: self.blocks.restored_blocks)
         watch_total("treeserve_verifier_preemptions", "Sequences preempted", lambda: self._scheduler.preemptions)
+        watch_total(
+            "treeserve_verifier_pauses", "Sequences paused for more urgent ones", lambda: self._scheduler.pauses
+        )
+        watch("treeserve_verifier_waiting", "Sequences that do not run", lambda: len(self._scheduler.waiting))
+        watch(
+            "treeserve_verifier_oldest_waiting_seconds",
+            "How long the one that has waited longest waits",
+            lambda: self._scheduler.oldest_waiting_s,
+        )
+
+    def _computed_last(self, sequence: Sequence) -> int:
+        """Tokens at the end of a prompt that are computed though their KV is known: speculators want their features."""
+        shape, speculators = self._desk.feature_shape, self._desk.speculators
+        if shape is None or not sequence.submission.limits.speculates or not any(s.wants_features for s in speculators):
+            return 1
+        return shape.window_tokens
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         self._desk.close(sequence)
+        self._metrics.count_end(sequence)
         sequence.span.set_attributes(
             {
                 "treeserve.output_tokens": sequence.output_len,

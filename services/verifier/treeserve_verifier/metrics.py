@@ -12,6 +12,7 @@ from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.executor import ExecutedStep
+from treeserve_verifier.sequence import Sequence
 
 _STEP_BUCKETS_S = (
     0.002,
@@ -82,10 +83,25 @@ class VerifierMetrics:
             buckets=_STEP_BUCKETS_S,
             registry=registry,
         )
+        self.emission_gap = Histogram(
+            "treeserve_verifier_emission_gap_seconds",
+            "Time from one emission of a sequence to its next; tokens that leave together have none between them",
+            buckets=_STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self.targets = Counter(
+            "treeserve_verifier_targets",
+            "Ends of sequences, by class, target (ttft or tpot) and whether it was met",
+            ["service_class", "target", "met"],
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "treeserve_verifier_cached_tokens", "Prompt tokens whose KV was there already", registry=registry
+        )
         self.step_rows = Histogram(
             "treeserve_verifier_step_rows", "Rows of one step", buckets=_ROW_BUCKETS, registry=registry
         )
-        self._registry = registry
+        self.registry = registry
 
     def count(self, step: ExecutedStep, source_names: Callable[[int], list[str]]) -> None:
         """Count a finished step.
@@ -101,6 +117,20 @@ class VerifierMetrics:
             if result.outcome is not None and result.planned.tree is not None:
                 rule = result.planned.sequence.submission.limits.acceptance.rule
                 self._count_outcome(result.outcome, result.planned.tree, rule, source_names)
+
+    def count_gaps(self, gaps_s: Iterable[float]) -> None:
+        """Count times between emissions."""
+        for gap_s in gaps_s:
+            self.emission_gap.observe(gap_s)
+
+    def count_end(self, sequence: Sequence) -> None:
+        """Count what a sequence that leaves was spared, and whether it got what it was promised."""
+        self.cached_tokens.inc(sequence.cached_tokens or 0)
+        service_class = sequence.submission.limits.service_class.name.lower()
+        met_ttft = None if sequence.submission.generated_token_ids else sequence.promise.met_ttft  # else met elsewhere
+        for target, met in (("ttft", met_ttft), ("tpot", sequence.promise.met_tpot)):
+            if met is not None:
+                self.targets.labels(service_class, target, str(met).lower()).inc()
 
     def _count_outcome(
         self, outcome: VerifyOutcome, tree: TokenTree, rule: AcceptanceRule, source_names: Callable[[int], list[str]]
@@ -120,8 +150,8 @@ class VerifierMetrics:
 
     def watch_total(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Export a count kept elsewhere, read when scraped."""
-        self._registry.register(_Total(name, documentation, value))
+        self.registry.register(_Total(name, documentation, value))
 
     def watch(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Export a gauge that is read when scraped."""
-        Gauge(name, documentation, registry=self._registry).set_function(value)
+        Gauge(name, documentation, registry=self.registry).set_function(value)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.promise import TPOT_SHARE
+from treeserve_verifier.selection import Offer, RatedNode, Selection
 from treeserve_verifier.sequence import Sequence
 
 _SPARE_NODES = 4
+_LEAST_PREFILL_ROWS = 16  # of a step, as far as the gap allows, whatever those who decode were promised
+_LONGEST = 2.0  # where steps are long without prompts: these take half of the time at most, and can have that
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
-
-_RatedNode = tuple[float, int, int, int, int]  # -f, depth, candidate, place in the tree's ranking, node
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Candidate:
     Attributes:
         uncomputed: committed tokens without KV, the root included: 1 while decoding, more while prefilling.
         tree: drafted tree under the present root.
+        slack_ms: until its next token is due; infinite if that was not promised.
     """
 
     sequence: Sequence
     uncomputed: int
     tree: TokenTree | None = None
+    slack_ms: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class PlannedSequence:
         tree: root and draft nodes; None while the chunk does not reach the root.
         expected: accepted nodes the planner counts on.
         untried: the tree that was there, if none of its nodes seemed to pay.
+        context: KV positions before the chunk.
     """
 
     sequence: Sequence
@@ -47,6 +53,7 @@ class PlannedSequence:
     tree: TokenTree | None
     expected: float = 0.0
     untried: TokenTree | None = None
+    context: int = 0
 
     @property
     def rows(self) -> int:
@@ -54,9 +61,18 @@ class PlannedSequence:
         return self.chunk + (len(self.tree) - 1 if self.tree is not None else 0)
 
     @property
+    def prefill_rows(self) -> int:
+        """Those of them without logits."""
+        return self.chunk - (self.tree is not None)
+
+    @property
     def most_rows(self) -> int:
         """What `rows` would be if no draw had repeated a token: whether there is room must not depend on that."""
         return self.rows + (self.tree.repeated_draws if self.tree is not None else 0)
+
+    def without_nodes(self) -> PlannedSequence:
+        """The same without draft nodes."""
+        return self if self.tree is None else replace(self, tree=self.tree.subtree(()), expected=0.0, untried=None)
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,16 @@ class StepPlan:
     def rows(self) -> int:
         """Rows of the forward pass."""
         return sum(planned.rows for planned in self.sequences)
+
+    @property
+    def prefill_rows(self) -> int:
+        """Those of them without logits."""
+        return sum(planned.prefill_rows for planned in self.sequences)
+
+    @property
+    def attended(self) -> float:
+        """KV positions that a prefill row attends to, summed over all of them."""
+        return sum(p.prefill_rows * (p.context + p.prefill_rows / 2.0) for p in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -89,25 +115,31 @@ class Prices:
 class StepPlanner:
     """Chooses the rows of each step. It keeps no state of its own.
 
-    Every decoding sequence gets its root. Draft nodes are then taken in order of expected acceptance f (path
-    probability times the sequence's calibration) as long as they raise emitted tokens per unit time:
-    n* = argmax over n of (roots + sum of the n largest f) / t(roots + n). f falls along a path, so parents always come
-    first. Zero nodes is a legal answer. Trees that were drawn at random (under acceptance by multi_step) come before
-    the others, cut by a bound that looks at nothing but draw order and depth. Prefill takes what is left of the row
-    budget; nodes leave it `prefill_rows`.
+    Every decoding sequence gets its root. Draft nodes come in two phases (`Selection`), by expected acceptance f: path
+    probability times the sequence's calibration. f falls along a path, so parents always come first. Zero nodes is a
+    legal answer. Trees that were drawn at random (under acceptance by multi_step) come before the others, cut by a
+    bound that looks at nothing but draw order and depth.
+
+    Prefill takes what is left of the row budget, of which nodes leave it `prefill_rows`. Beside decoding sequences it
+    lengthens a step to `max_decode_gap_ms` at most, or to twice what it takes without, if that is more; and, but for a
+    few rows, no further than keeps sequences of the prompt's own class and of more urgent ones in time.
     """
 
     def __init__(self, config: VerifierConfig, cost: CostModel) -> None:
         self._config = config
         self._cost = cost
 
-    def draft_budget(self, sequence: Sequence, running: int) -> int:
-        """Nodes a drafter should draw for the sequence, the root not counted; 0 where none would pay."""
+    def draft_budget(self, sequence: Sequence, running: int, slack_ms: float = math.inf) -> int:
+        """Nodes a drafter should draw for the sequence, the root not counted; 0 where none would pay.
+
+        Args:
+            slack_ms: until its next token is due. Who would be late is drafted for though others pay for it.
+        """
         limit = sequence.submission.limits.max_nodes
         share = (self._config.step_rows - running) // max(running, 1)
         if sequence.max_len - len(sequence.tokens) <= 1:  # the bonus token alone finishes it
             return 0
-        if self.prices(running).row > _MOST_OF_A_TOKEN:
+        if slack_ms >= self._cost.step_ms(max(running, 1)) and self.prices(running).row > _MOST_OF_A_TOKEN:
             return 0
         # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
         pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES
@@ -128,63 +160,51 @@ class StepPlanner:
         nodes = sum(p.rows - p.chunk for p in plan.sequences)
         if nodes == 0:
             return 0.0
-        extra_ms = self._cost.step_ms(plan.rows) - self._cost.step_ms(plan.rows - nodes)
+        rows = plan.rows - plan.prefill_rows
+        extra_ms = self._cost.step_ms(rows) - self._cost.step_ms(rows - nodes)
         decoding = sum(p.tree is not None for p in plan.sequences)
         return extra_ms / nodes / 1e3 / self.prices(decoding).token_s
 
     def plan(self, candidates: SequenceOf[Candidate]) -> StepPlan:
         """The next step. Sequences beyond the row budget wait; candidates come in order of precedence."""
         decoding = [c for c in candidates if c.uncomputed == 1][: self._config.step_rows]
-        waiting = sum(c.uncomputed for c in candidates if c.uncomputed > 1)
-        planned = self._trees(decoding, self._config.step_rows - min(waiting, self._config.prefill_rows))
+        waiting = [c for c in candidates if c.uncomputed > 1]
+        left_to_prefill = min(sum(c.uncomputed for c in waiting), self._config.prefill_rows)
+        planned, selection = self._decode(decoding, self._config.step_rows - left_to_prefill)
         left = self._config.step_rows - sum(p.rows for p in planned)
-        if planned:
-            left = min(left, self._config.prefill_rows)
-        for candidate in candidates:
-            if candidate.uncomputed > 1 and left > 0:
-                chunk = min(candidate.uncomputed, left)
-                tree = None
-                if chunk == candidate.uncomputed:
-                    tree = TokenTree.root_only(candidate.sequence.tokens[-1])
-                planned.append(PlannedSequence(candidate.sequence, chunk, tree))
-                left -= chunk
-        return StepPlan(tuple(planned))
+        if not decoding:
+            return StepPlan(tuple(_chunks(waiting, left, lambda candidate, most: most)))
+        room = _PrefillRoom(self._cost, self._config.max_decode_gap_ms, decoding, selection)
+        chunks = _chunks(waiting, min(left, self._config.prefill_rows), room.rows_for)
+        return StepPlan((*planned, *chunks))
 
-    def _trees(self, decoding: SequenceOf[Candidate], max_rows: int) -> list[PlannedSequence]:
+    def _decode(self, decoding: SequenceOf[Candidate], max_rows: int) -> tuple[list[PlannedSequence], Selection]:
+        """Roots and nodes."""
         room = max(0, max_rows - len(decoding))
-        nodes: list[_RatedNode] = []
-        taken: list[_RatedNode] = []
+        rated: list[list[RatedNode]] = []
+        offers: list[Offer] = []
         for index, candidate in enumerate(decoding):
-            if candidate.tree is None:
-                continue
-            rated = self._rated_nodes(candidate, candidate.tree, index)
-            if candidate.tree.draws is None:
-                nodes += rated
+            nodes = self._rated_nodes(candidate, index)
+            if candidate.tree is not None and candidate.tree.draws is not None:
+                nodes = self._worth_a_row(nodes, len(decoding))[:room]
+                room -= len(nodes)
+                offers.append(_offer(candidate, (), nodes))
             else:
-                drawn = self._worth_a_row(rated, len(decoding))[:room]
-                taken += drawn
-                room -= len(drawn)
-        nodes.sort()
-        nodes = nodes[:room]
-        taken += nodes[: self._paying(len(decoding), [-n[0] for n in taken], [-n[0] for n in nodes])]
-        chosen: list[list[int]] = [[] for _ in decoding]
-        expected = [0.0] * len(decoding)
-        for negative_f, _, index, _, node in taken:
-            chosen[index].append(node)
-            expected[index] -= negative_f
-        return [
-            PlannedSequence(
-                c.sequence,
-                1,
-                TokenTree.root_only(c.sequence.tokens[-1]) if c.tree is None else c.tree.subtree(picked),
-                value,
-                None if picked else c.tree,
-            )
-            for c, picked, value in zip(decoding, chosen, expected, strict=True)
-        ]
+                nodes.sort()
+                offers.append(_offer(candidate, nodes, ()))
+            rated.append(nodes)
+        selection = Selection(offers, self._cost)
+        selection.choose(room)
+        planned = []
+        for i, (candidate, nodes) in enumerate(zip(decoding, rated, strict=True)):
+            picked = [node for *_, node in nodes[: offers[i].taken + selection.counts[i]]]
+            planned.append(_planned(candidate, picked, selection.expected[i]))
+        return planned, selection
 
-    def _rated_nodes(self, candidate: Candidate, tree: TokenTree, index: int) -> list[_RatedNode]:
-        sequence = candidate.sequence
+    def _rated_nodes(self, candidate: Candidate, index: int) -> list[RatedNode]:
+        sequence, tree = candidate.sequence, candidate.tree
+        if tree is None:
+            return []
         depth_left = sequence.max_len - len(sequence.tokens) - 1
         limit = sequence.submission.limits.max_nodes
         rated = [
@@ -194,24 +214,75 @@ class StepPlanner:
         ]
         return rated if limit is None else rated[:limit]
 
-    def _worth_a_row(self, rated: SequenceOf[_RatedNode], roots: int) -> list[_RatedNode]:
+    def _worth_a_row(self, rated: SequenceOf[RatedNode], roots: int) -> list[RatedNode]:
         """Those of a drawn tree whose f exceeds the cost of a row, in tokens of plain decoding.
 
         Whether a draw is verified must not depend on the token it brought, and the rest of the tree does: what follows
-        the draw, and whether it repeats one. So the bound is the same whatever was drawn, unlike in `_paying`.
+        the draw, and whether it repeats one. So the bound is the same whatever was drawn, unlike in `Selection`.
         """
         rows = max(1, self._config.max_nodes)
         plain_ms = self._cost.step_ms(roots)
         least = (self._cost.step_ms(roots + rows) - plain_ms) / rows * roots / plain_ms
         return [node for node in rated if -node[0] > least]
 
-    def _paying(self, roots: int, taken: SequenceOf[float], f: SequenceOf[float]) -> int:
-        """How many of the nodes, best first, maximise emitted tokens per unit time, beside roots and nodes taken."""
-        best, best_rate, emitted = 0, 0.0, roots + sum(taken)
-        for n in range(len(f) + 1):
-            if n > 0:
-                emitted += f[n - 1]
-            rate = emitted / self._cost.step_ms(roots + len(taken) + n)
-            if rate > best_rate:
-                best, best_rate = n, rate
-        return best
+
+class _PrefillRoom:
+    """How many prefill rows a step can take beside its decoding sequences."""
+
+    def __init__(
+        self, cost: CostModel, max_gap_ms: float, decoding: SequenceOf[Candidate], selection: Selection
+    ) -> None:
+        self._cost = cost
+        self._step_ms = selection.step_ms
+        self._latest_ms = max(max_gap_ms, _LONGEST * self._step_ms)
+        self._ends = [
+            (candidate.sequence.submission.limits.service_class, selection.latest_end(i, self._step_ms))
+            for i, candidate in enumerate(decoding)
+        ]
+        self._least = _LEAST_PREFILL_ROWS
+
+    def rows_for(self, candidate: Candidate, most: int) -> int:
+        """The next rows of a prompt: as many as its step may still be lengthened by. They lengthen it."""
+        sequence = candidate.sequence
+        context = len(sequence.tokens) - candidate.uncomputed
+        own = sequence.submission.limits.service_class
+        latest_ms = min((end for service_class, end in self._ends if service_class <= own), default=math.inf)
+        promised = max(self._rows_until(latest_ms, most, context), min(self._least, most))
+        rows = min(promised, self._rows_until(self._latest_ms, most, context))
+        self._least -= min(self._least, rows)
+        self._step_ms += self._cost.prefill_ms(rows, context)
+        return rows
+
+    def _rows_until(self, end_ms: float, most: int, context: int) -> int:
+        return self._cost.prefill_rows_within(max(0.0, end_ms - self._step_ms), most, context)
+
+
+def _chunks(
+    waiting: SequenceOf[Candidate], left: int, rows_for: Callable[[Candidate, int], int]
+) -> Iterator[PlannedSequence]:
+    """The next rows of prompts, in order, `left` at most."""
+    for candidate in waiting:
+        rows = rows_for(candidate, min(candidate.uncomputed, left))
+        if rows == 0:
+            continue
+        left -= rows
+        tokens = candidate.sequence.tokens
+        tree = TokenTree.root_only(tokens[-1]) if rows == candidate.uncomputed else None
+        yield PlannedSequence(candidate.sequence, rows, tree, context=len(tokens) - candidate.uncomputed)
+
+
+def _offer(candidate: Candidate, nodes: SequenceOf[RatedNode], taken: SequenceOf[RatedNode]) -> Offer:
+    sequence = candidate.sequence
+    tpot_ms, gained = sequence.promise.tpot_ms, -sum(node[0] for node in taken)
+    tokens_left = sequence.max_len - len(sequence.tokens)
+    if tpot_ms is None:
+        return Offer(nodes, tokens_left=tokens_left, taken=len(taken), gained=gained)
+    return Offer(nodes, candidate.slack_ms, tpot_ms * TPOT_SHARE, tokens_left, len(taken), gained)
+
+
+def _planned(candidate: Candidate, picked: SequenceOf[int], expected: float) -> PlannedSequence:
+    sequence, tree = candidate.sequence, candidate.tree
+    context = len(sequence.tokens) - 1
+    if tree is None:
+        return PlannedSequence(sequence, 1, TokenTree.root_only(sequence.tokens[-1]), context=context)
+    return PlannedSequence(sequence, 1, tree.subtree(picked), expected, None if picked else tree, context)

@@ -1,45 +1,68 @@
-"""Owns every sequence of the verifier: admits, preempts, cancels, and settles what a step produced."""
+"""Owns every sequence of the verifier: admits, pauses, preempts, cancels, and settles what a step produced."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 
-from treeserve_core.errors import OverloadedError, UnavailableError
+from treeserve_core.errors import HandedBackError, OverloadedError
 from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.sampling import ServiceClass
 from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
+from treeserve_verifier.calibration import Calibrator
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.planner import PlannedSequence, StepPlan
+from treeserve_verifier.kv_room import KvRoom
+from treeserve_verifier.planner import Candidate, PlannedSequence, StepPlan
+from treeserve_verifier.precedence import Ranking
 from treeserve_verifier.sequence import Emission, Sequence
 
-_VERIFIED_SMOOTHING = 0.3
-_CALIBRATION_SMOOTHING = 0.15
-_PRIOR_SMOOTHING = 0.02
-_FORGIVENESS = 0.01
 _RETRY_AFTER_S = 1.0
 
 
 class Scheduler:
     """Waiting and running sequences, and their KV blocks.
 
-    A sequence waits until a place and blocks for its tokens are free; it then runs until it ends. When the pool runs
-    dry, the youngest running sequence gives its blocks back and waits in front: replay makes that invisible, because
-    its tokens are recomputed with the same bits and the sampler has no other state.
+    A sequence waits until a place and blocks for its tokens are free, and runs until it ends or somebody else needs
+    its place: the most urgent comes first (`Ranking`). An urgent one that finds no room pauses those less urgent
+    that may be paused. Where the pool runs dry, the least urgent running sequence is preempted, whether it may be
+    paused or not. Replay makes both invisible: tokens whose KV is gone are recomputed with the same bits, and the
+    sampler has no other state.
 
     Everything here happens between steps: a step in flight owns the sequences of its plan, so cancelling one only
     marks it.
+
+    Args:
+        on_end: called once for each sequence that leaves, however it ends.
+        clock: seconds, monotonic.
+        token_ms, compute_last: as for `KvRoom`.
+
+    Attributes:
+        pauses: sequences paused for more urgent ones.
+        preemptions: sequences that gave their blocks back because the pool ran dry.
     """
 
-    def __init__(self, config: VerifierConfig, blocks: BlockManager, on_end: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        config: VerifierConfig,
+        blocks: BlockManager,
+        on_end: Callable[[Sequence], None],
+        clock: Callable[[], float],
+        token_ms: Callable[[], float] = lambda: math.inf,
+        compute_last: Callable[[Sequence], int] = lambda sequence: 1,
+    ) -> None:
         self._config = config
         self._blocks = blocks
-        self._on_end = on_end  # called once for each sequence that leaves, however it ends
-        self._waiting: deque[Sequence] = deque()
+        self._room = KvRoom(blocks, config.session_lease_s, token_ms, compute_last)
+        self._on_end = on_end
+        self._clock = clock
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._in_step: frozenset[Sequence] = frozenset()
-        self._prior = 1.0  # calibration that a fresh sequence starts with: smoothed over all sequences
+        self._ranking = Ranking(config.ageing_s)
+        self._calibrator = Calibrator()
+        self._gaps_s: list[float] = []
+        self.pauses = 0
         self.preemptions = 0
 
     @property
@@ -48,9 +71,30 @@ class Scheduler:
         return tuple(self._running)
 
     @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that do not run yet, or are paused."""
+        return tuple(self._waiting)
+
+    @property
+    def preemptible(self) -> int:
+        """Running sequences that a more urgent one may pause."""
+        return sum(s.submission.limits.preemptible for s in self._running)
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        """How long the one that has waited longest waits; 0 if none does."""
+        now = self._clock()
+        return max((now - s.wait.since for s in self._waiting if s.wait.since is not None), default=0.0)
+
+    @property
     def free_blocks(self) -> int:
         """KV blocks that no sequence holds."""
         return self._blocks.free_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Those of them that hold a prefix which can be reused."""
+        return self._blocks.cached_blocks
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -66,8 +110,10 @@ class Scheduler:
         """
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} sequences wait for KV blocks", _RETRY_AFTER_S)
-        sequence.calibration = self._prior
-        self._waiting.append(sequence)
+        now = self._clock()
+        sequence.promise.asked_at = now - sequence.submission.waited_ms / 1e3
+        self._calibrator.begin(sequence)
+        self._wait(sequence, now)
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a sequence: now, or when the step that runs it is settled. Nothing more is emitted for it."""
@@ -76,66 +122,79 @@ class Scheduler:
             self._remove(sequence)
 
     def fail_all(self, reason: str) -> None:
-        """End every sequence with UNAVAILABLE: another verifier can replay it."""
+        """Hand every sequence back: another verifier can replay it."""
         for sequence in list(self):
-            self._end(sequence, Emission(sequence.output_len, (), error=UnavailableError(reason)))
+            self._end(sequence, Emission(sequence.output_len, (), error=HandedBackError(reason)))
 
     def admit(self) -> list[Sequence]:
-        """Let waiting sequences run, in order, while places and blocks last. Returns those that started."""
+        """Let waiting sequences run, the most urgent first, while there is room. Returns those that started.
+
+        For want of a place the next in line may go ahead, because some places are kept for the most urgent; for want
+        of blocks nobody does, or long prompts would starve.
+        """
+        now = self._clock()
         admitted: list[Sequence] = []
-        while self._waiting and len(self._running) < self._config.max_sequences:
-            sequence = self._waiting[0]
-            if self._running and self._blocks_for_all(*self._running, sequence) > self._blocks.total_blocks:
-                break
-            self._waiting.popleft()
-            self._blocks.add(sequence.seq_id)
-            self._running.append(sequence)
+        pausable = self._ranking.pausable(self._running, now) if self._waiting else []
+        for sequence in self._ranking.in_order(self._waiting, now):
+            level, places = self._ranking.level(sequence, now), self._free_places(sequence)
+            victims = [other for other_level, other in pausable if other_level > level]
+            if places + len(victims) < 1:
+                continue
+            count = max(0, 1 - places)
+            while not self._fits(sequence, victims[:count]):
+                if count == len(victims):
+                    return admitted
+                count += 1
+            for victim in victims[:count]:
+                self._pause(victim, now)
+            del pausable[:count]
+            self.pauses += count
+            self._start(sequence)
             admitted.append(sequence)
         return admitted
+
+    def candidates(self, tree_of: Callable[[Sequence], TokenTree | None]) -> list[Candidate]:
+        """Running sequences as the planner takes them, the most urgent first.
+
+        Args:
+            tree_of: the tree that waits for a sequence which decodes.
+        """
+        now = self._clock()
+        found = []
+        for sequence in self._ranking.in_order(self._running, now):
+            uncomputed = self.uncomputed(sequence)
+            tree = tree_of(sequence) if uncomputed == 1 else None
+            found.append(Candidate(sequence, uncomputed, tree, self._slack_ms(sequence, now)))
+        return found
+
+    def slack_ms(self, sequence: Sequence) -> float:
+        """Time until the sequence's next token is due; infinite before the first, and if nothing was promised."""
+        return self._slack_ms(sequence, self._clock())
 
     def uncomputed(self, sequence: Sequence) -> int:
         """Committed tokens of a running sequence without KV, the root included."""
         return len(sequence.tokens) - self._blocks.computed_len(sequence.seq_id)
 
     def reserve(self, plan: StepPlan) -> StepPlan:
-        """Reserve KV for every planned row and mark the sequences as in a step.
+        """Reserve KV for every planned row, for the most urgent first, and mark the sequences as in a step.
 
-        Where blocks are short, draft nodes go first and then the youngest running sequence is preempted. Returns the
-        plan that is left.
+        Where blocks are short, draft nodes go first and then the least urgent running sequence is preempted. Returns
+        the plan that is left.
         """
-        kept: list[PlannedSequence] = []
-        preempted: set[Sequence] = set()
-        for planned in plan.sequences:
-            if planned.sequence in preempted:
-                continue
-            reserved = self._reserve(planned, preempted, {k.sequence for k in kept})
-            if reserved is not None:
-                kept.append(reserved)
-        self._in_step = frozenset(k.sequence for k in kept)
-        return StepPlan(tuple(kept))
-
-    def _reserve(
-        self, planned: PlannedSequence, preempted: set[Sequence], reserved: set[Sequence]
-    ) -> PlannedSequence | None:
-        seq_id = planned.sequence.seq_id
-        if not self._blocks.can_reserve(seq_id, planned.most_rows) and planned.tree is not None:
-            planned = PlannedSequence(planned.sequence, planned.chunk, planned.tree.subtree(()))
-        while not self._blocks.can_reserve(seq_id, planned.rows):
-            victim = next((s for s in reversed(self._running) if s not in reserved), None)
-            if victim is None or victim is planned.sequence:
-                self._preempt(planned.sequence)
-                preempted.add(planned.sequence)
-                return None
-            self._preempt(victim)
-            preempted.add(victim)
-        self._blocks.reserve(seq_id, planned.rows)
-        return planned
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence.seq_id)
-        self._running.remove(sequence)
-        self._waiting.appendleft(sequence)
-        self.preemptions += 1
+        now = self._clock()
+        kept: dict[Sequence, PlannedSequence] = {}
+        for planned in sorted(plan.sequences, key=lambda p: self._ranking.precedence(p.sequence, now)):
+            if planned.sequence in self._running:  # else it was preempted for one before
+                reserved = self._reserve(planned, kept, now)
+                if reserved is not None:
+                    kept[planned.sequence] = reserved
+        self._in_step = frozenset(kept)
+        for sequence in self._running:
+            if sequence in kept:
+                sequence.wait.end(now)
+            else:
+                sequence.wait.begin(now)
+        return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept))
 
     def settle(self, planned: PlannedSequence, outcome: VerifyOutcome | None) -> None:
         """Take a planned sequence's result: append its tokens, emit them, end it if it ended."""
@@ -150,9 +209,8 @@ class Scheduler:
         sequence.tokens.extend(outcome.token_ids)
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
         sequence.stats.record(drafted, len(outcome.accepted_nodes))
-        self._calibrate(planned, outcome)
-        if drafted or planned.untried is not None:
-            sequence.verified += _VERIFIED_SMOOTHING * (drafted - sequence.verified)
+        self._calibrator.learn(planned, outcome)
+        self._keep_time(sequence, len(outcome.token_ids))
         emission = Emission(
             offset,
             outcome.token_ids,
@@ -160,6 +218,7 @@ class Scheduler:
             outcome.finish_reason,
             (sequence.stop_watch.stopped or "") if sequence.stop_watch is not None else "",
             sequence.stats,
+            cached_tokens=sequence.cached_tokens or 0,
         )
         if outcome.finish_reason is None:
             sequence.emit(emission)
@@ -175,19 +234,56 @@ class Scheduler:
         else:
             self._end(sequence, Emission(sequence.output_len, (), error=error))
 
-    def _calibrate(self, planned: PlannedSequence, outcome: VerifyOutcome) -> None:
-        """Learn how far the drafters' probabilities hold. What is expected counts with the present calibration."""
-        sequence, expected, accepted = planned.sequence, planned.expected, len(outcome.accepted_nodes)
-        if expected == 0.0:
-            # Nothing was tried. Of a tree that was there the emitted token judges the first level; else forgive slowly.
-            if planned.untried is None:
-                sequence.calibration += _FORGIVENESS * (1.0 - sequence.calibration)
-                return
-            expected = sequence.calibration * _first_level(planned.untried)
-            accepted = int(planned.untried.child(0, outcome.token_ids[0]) is not None)
-        ratio = min((accepted + 0.5) / (expected + 0.5), 2.0)  # the halves keep small trees from swinging it
-        sequence.calibration *= 1.0 + _CALIBRATION_SMOOTHING * (ratio - 1.0)
-        self._prior += _PRIOR_SMOOTHING * (sequence.calibration - self._prior)
+    def take_gaps_s(self) -> list[float]:
+        """Gaps between emissions of a sequence since the last call. What leaves together has none."""
+        gaps_s, self._gaps_s = self._gaps_s, []
+        return gaps_s
+
+    def _keep_time(self, sequence: Sequence, count: int) -> None:
+        now, last_at = self._clock(), sequence.promise.last_at
+        if last_at is not None and now > last_at:
+            self._gaps_s.append(now - last_at)
+        sequence.promise.emitted(count, now)
+
+    def _reserve(
+        self, planned: PlannedSequence, reserved: dict[Sequence, PlannedSequence], now: float
+    ) -> PlannedSequence | None:
+        seq_id = planned.sequence.seq_id
+        if not self._blocks.can_reserve(seq_id, planned.most_rows) and planned.tree is not None:
+            planned = planned.without_nodes()
+        while not self._blocks.can_reserve(seq_id, planned.rows):
+            victim = self._ranking.in_order((s for s in self._running if s not in reserved), now)[-1]
+            self._pause(victim, now)
+            self.preemptions += 1
+            if victim is planned.sequence:
+                return None
+        self._blocks.reserve(seq_id, planned.rows)
+        return planned
+
+    def _free_places(self, sequence: Sequence) -> int:
+        """Places that it could take. Realtime sequences fill those that are kept for them first."""
+        most, reserved = self._config.max_sequences, self._config.reserved_sequences
+        if _is_realtime(sequence):
+            return most + reserved - len(self._running)
+        return most + min(reserved, sum(map(_is_realtime, self._running))) - len(self._running)
+
+    def _fits(self, sequence: Sequence, paused: list[Sequence]) -> bool:
+        """Whether there are blocks for it. Alone anything fits that was let in."""
+        return len(paused) == len(self._running) or self._room.fits(sequence, self._running, paused)
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._room.enter(sequence)
+        self._running.append(sequence)
+
+    def _pause(self, sequence: Sequence, now: float) -> None:
+        self._room.pause(sequence)
+        self._running.remove(sequence)
+        self._wait(sequence, now)
+
+    def _wait(self, sequence: Sequence, now: float) -> None:
+        sequence.wait.begin(now)
+        self._waiting.append(sequence)
 
     def _end(self, sequence: Sequence, emission: Emission) -> None:
         sequence.emit(emission)
@@ -196,18 +292,17 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         if sequence in self._running:
             self._running.remove(sequence)
-            self._blocks.free(sequence.seq_id)
+            self._room.leave(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
             return
         self._on_end(sequence)
 
-    def _blocks_for_all(self, *sequences: Sequence) -> int:
-        """Blocks for the tokens of these sequences, and one each to grow into: a fresh one is not preempted at once."""
-        return sum(-(-len(s.tokens) // self._config.block_size) + 1 for s in sequences)
+    def _slack_ms(self, sequence: Sequence, now: float) -> float:
+        due_at = sequence.promise.due_at
+        return math.inf if due_at is None or sequence.promise.first_at is None else 1e3 * (due_at - now)
 
 
-def _first_level(tree: TokenTree) -> float:
-    """Probability that one of the root's children comes true, as the drafters see it."""
-    return sum(math.exp(tree.path_log_probs[child]) for child in tree.children[0])
+def _is_realtime(sequence: Sequence) -> bool:
+    return sequence.submission.limits.service_class is ServiceClass.REALTIME

@@ -8,6 +8,8 @@ from typing import Protocol
 from treeserve_core.features import FeatureRows
 from treeserve_verifier.sequence import Sequence
 
+SpeculatorKind = tuple[tuple[str, ...], bool]
+
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
 
 
@@ -51,6 +53,7 @@ class Speculator:
     Attributes:
         sources: names of its draft sources, in the order of its source mask bits.
         source_bits: for each of them its bit among all sources this verifier has met.
+        is_colocated: it drafts in this process, and nobody counts it as a speculator.
         asked: handles whose tree was asked for and did not come yet, and when.
         silent_since: clock time since which it has owed a tree without sending any.
         latency_s: smoothed time from an ask to its tree, however late; 0 before the first.
@@ -64,6 +67,7 @@ class Speculator:
     outbox: DraftOutbox
     wants_top_tokens: bool = False
     wants_features: bool = False
+    is_colocated: bool = False
     next_handle: int = 1
     sequences: dict[int, Sequence] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
@@ -71,6 +75,11 @@ class Speculator:
     latency_s: float = 0.0
     eager: int = 0
     saves: float = 1.0
+
+    @property
+    def kind(self) -> SpeculatorKind:
+        """Those of one kind share the sequences; those of different kinds draft side by side."""
+        return self.sources, self.is_colocated
 
     def ask(self, handle: int, now: float) -> None:
         """A tree is asked for."""

@@ -291,7 +291,9 @@ Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 
 @_typing.final
 class ServiceLevel(_message.Message):
-    """What a request was promised. Zero means no target."""
+    """What a request was promised. Of clients, zero means that they leave a target to their class, of which the router makes
+    what is promised; to verifiers it means no target.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -299,7 +301,7 @@ class ServiceLevel(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     service_class: Global___ServiceClass.ValueType
-    """Class that decides queue order; unspecified means STANDARD."""
+    """Class that decides queue order. Unspecified: what the caller is due, as the router is configured; else STANDARD."""
     ttft_ms: _builtins.float
     """Target for the time to the first token, milliseconds."""
     tpot_ms: _builtins.float

@@ -25,41 +25,53 @@ _sym_db = _symbol_database.Default()
 from treeserve.common.v1 import common_pb2 as treeserve_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&treeserve/inference/v1/inference.proto\x12\x16treeserve.inference.v1\x1a treeserve/common/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"B\n\tChatInput\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.treeserve.inference.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd5\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x04 \x01(\x0b\x32!.treeserve.inference.v1.ChatInputH\x00\x12\x34\n\x06tokens\x18\x05 \x01(\x0b\x32\".treeserve.inference.v1.TokenInputH\x00\x12\x39\n\x08sampling\x18\x06 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x37\n\x08stopping\x18\x07 \x01(\x0b\x32%.treeserve.common.v1.StoppingCriteria\x12<\n\x0bspeculation\x18\x08 \x01(\x0b\x32\'.treeserve.common.v1.SpeculationOptions\x12\x38\n\rservice_level\x18\t \x01(\x0b\x32!.treeserve.common.v1.ServiceLevel\x12\x12\n\nsession_id\x18\n \x01(\t\x12\x1b\n\x13generated_token_ids\x18\x0b \x03(\rB\x07\n\x05input\"\x8a\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x37\n\nacceptance\x18\x05 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\"w\n\nTokenChunk\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x38\n\tlog_probs\x18\x04 \x03(\x0b\x32%.treeserve.common.v1.PositionLogProbs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xbc\x01\n\x08\x46inished\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.FinishReason\x12,\n\x05usage\x18\x02 \x01(\x0b\x32\x1d.treeserve.inference.v1.Usage\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.treeserve.common.v1.SpeculationStats\x12\x13\n\x0bstop_string\x18\x04 \x01(\t\"\xba\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.treeserve.inference.v1.StartedH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".treeserve.inference.v1.TokenChunkH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .treeserve.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x05Model\x12\x34\n\x08identity\x18\x01 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x11\n\tverifiers\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0bspeculators\x18\x05 \x01(\r\"\x13\n\x11ListModelsRequest\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.treeserve.inference.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x10GetModelResponse\x12,\n\x05model\x18\x01 \x01(\x0b\x32\x1d.treeserve.inference.v1.Model2\xb7\x02\n\x10InferenceService\x12_\n\x08Generate\x12\'.treeserve.inference.v1.GenerateRequest\x1a(.treeserve.inference.v1.GenerateResponse0\x01\x12\x63\n\nListModels\x12).treeserve.inference.v1.ListModelsRequest\x1a*.treeserve.inference.v1.ListModelsResponse\x12]\n\x08GetModel\x12\'.treeserve.inference.v1.GetModelRequest\x1a(.treeserve.inference.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&treeserve/inference/v1/inference.proto\x12\x16treeserve.inference.v1\x1a treeserve/common/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"B\n\tChatInput\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.treeserve.inference.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x1d\n\x0bResumeInput\x12\x0e\n\x06offset\x18\x01 \x01(\r\"\x8c\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x04 \x01(\x0b\x32!.treeserve.inference.v1.ChatInputH\x00\x12\x34\n\x06tokens\x18\x05 \x01(\x0b\x32\".treeserve.inference.v1.TokenInputH\x00\x12\x35\n\x06resume\x18\x0c \x01(\x0b\x32#.treeserve.inference.v1.ResumeInputH\x00\x12\x39\n\x08sampling\x18\x06 \x01(\x0b\x32\'.treeserve.common.v1.SamplingParameters\x12\x37\n\x08stopping\x18\x07 \x01(\x0b\x32%.treeserve.common.v1.StoppingCriteria\x12<\n\x0bspeculation\x18\x08 \x01(\x0b\x32\'.treeserve.common.v1.SpeculationOptions\x12\x38\n\rservice_level\x18\t \x01(\x0b\x32!.treeserve.common.v1.ServiceLevel\x12\x12\n\nsession_id\x18\n \x01(\t\x12\x1b\n\x13generated_token_ids\x18\x0b \x03(\rB\x07\n\x05input\"\x9d\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x37\n\nacceptance\x18\x05 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\x11\n\tresumable\x18\x06 \x01(\x08\"w\n\nTokenChunk\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x38\n\tlog_probs\x18\x04 \x03(\x0b\x32%.treeserve.common.v1.PositionLogProbs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xbc\x01\n\x08\x46inished\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.FinishReason\x12,\n\x05usage\x18\x02 \x01(\x0b\x32\x1d.treeserve.inference.v1.Usage\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.treeserve.common.v1.SpeculationStats\x12\x13\n\x0bstop_string\x18\x04 \x01(\t\"\xba\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.treeserve.inference.v1.StartedH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".treeserve.inference.v1.TokenChunkH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .treeserve.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x05Model\x12\x34\n\x08identity\x18\x01 \x01(\x0b\x32\".treeserve.common.v1.ModelIdentity\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x11\n\tverifiers\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0bspeculators\x18\x05 \x01(\r\"\x13\n\x11ListModelsRequest\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.treeserve.inference.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x10GetModelResponse\x12,\n\x05model\x18\x01 \x01(\x0b\x32\x1d.treeserve.inference.v1.Model\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"f\n\rPlacementCost\x12\x0e\n\x06wait_s\x18\x01 \x01(\x02\x12\x11\n\tprefill_s\x18\x02 \x01(\x02\x12\x0e\n\x06load_s\x18\x03 \x01(\x02\x12\x0e\n\x06slow_s\x18\x04 \x01(\x02\x12\x12\n\naffinity_s\x18\x05 \x01(\x02\"\xb7\x01\n\x08\x44\x65\x63ision\x12\x32\n\x04kind\x18\x01 \x01(\x0e\x32$.treeserve.inference.v1.DecisionKind\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bverifier_id\x18\x04 \x01(\t\x12\x33\n\x04\x63ost\x18\x05 \x01(\x0b\x32%.treeserve.inference.v1.PlacementCost\x12\x0f\n\x07repeats\x18\x06 \x01(\r\"\xc7\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x38\n\rservice_class\x18\x03 \x01(\x0e\x32!.treeserve.common.v1.ServiceClass\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x33\n\tdecisions\x18\x05 \x03(\x0b\x32 .treeserve.inference.v1.Decision\x12\x0f\n\x07\x64ropped\x18\x06 \x01(\r*\x85\x02\n\x0c\x44\x65\x63isionKind\x12\x1d\n\x19\x44\x45\x43ISION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x44\x45\x43ISION_KIND_QUEUED\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_KIND_REFUSED\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_KIND_BLOCKED\x10\x03\x12\x18\n\x14\x44\x45\x43ISION_KIND_PLACED\x10\x04\x12\x18\n\x14\x44\x45\x43ISION_KIND_HEDGED\x10\x05\x12\x1d\n\x19\x44\x45\x43ISION_KIND_FIRST_TOKEN\x10\x06\x12\x1a\n\x16\x44\x45\x43ISION_KIND_REPLAYED\x10\x07\x12\x17\n\x13\x44\x45\x43ISION_KIND_ENDED\x10\x08\x32\x93\x03\n\x10InferenceService\x12_\n\x08Generate\x12\'.treeserve.inference.v1.GenerateRequest\x1a(.treeserve.inference.v1.GenerateResponse0\x01\x12\x63\n\nListModels\x12).treeserve.inference.v1.ListModelsRequest\x1a*.treeserve.inference.v1.ListModelsResponse\x12]\n\x08GetModel\x12\'.treeserve.inference.v1.GetModelRequest\x1a(.treeserve.inference.v1.GetModelResponse\x12Z\n\x07\x45xplain\x12&.treeserve.inference.v1.ExplainRequest\x1a\'.treeserve.inference.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treeserve.inference.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DECISIONKIND']._serialized_start=2415
+  _globals['_DECISIONKIND']._serialized_end=2676
   _globals['_CHATMESSAGE']._serialized_start=100
   _globals['_CHATMESSAGE']._serialized_end=144
   _globals['_CHATINPUT']._serialized_start=146
   _globals['_CHATINPUT']._serialized_end=212
   _globals['_TOKENINPUT']._serialized_start=214
   _globals['_TOKENINPUT']._serialized_end=245
-  _globals['_GENERATEREQUEST']._serialized_start=248
-  _globals['_GENERATEREQUEST']._serialized_end=717
-  _globals['_STARTED']._serialized_start=720
-  _globals['_STARTED']._serialized_end=858
-  _globals['_TOKENCHUNK']._serialized_start=860
-  _globals['_TOKENCHUNK']._serialized_end=979
-  _globals['_USAGE']._serialized_start=981
-  _globals['_USAGE']._serialized_end=1038
-  _globals['_FINISHED']._serialized_start=1041
-  _globals['_FINISHED']._serialized_end=1229
-  _globals['_GENERATERESPONSE']._serialized_start=1232
-  _globals['_GENERATERESPONSE']._serialized_end=1418
-  _globals['_MODEL']._serialized_start=1421
-  _globals['_MODEL']._serialized_end=1565
-  _globals['_LISTMODELSREQUEST']._serialized_start=1567
-  _globals['_LISTMODELSREQUEST']._serialized_end=1586
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1588
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1655
-  _globals['_GETMODELREQUEST']._serialized_start=1657
-  _globals['_GETMODELREQUEST']._serialized_end=1688
-  _globals['_GETMODELRESPONSE']._serialized_start=1690
-  _globals['_GETMODELRESPONSE']._serialized_end=1754
-  _globals['_INFERENCESERVICE']._serialized_start=1757
-  _globals['_INFERENCESERVICE']._serialized_end=2068
+  _globals['_RESUMEINPUT']._serialized_start=247
+  _globals['_RESUMEINPUT']._serialized_end=276
+  _globals['_GENERATEREQUEST']._serialized_start=279
+  _globals['_GENERATEREQUEST']._serialized_end=803
+  _globals['_STARTED']._serialized_start=806
+  _globals['_STARTED']._serialized_end=963
+  _globals['_TOKENCHUNK']._serialized_start=965
+  _globals['_TOKENCHUNK']._serialized_end=1084
+  _globals['_USAGE']._serialized_start=1086
+  _globals['_USAGE']._serialized_end=1166
+  _globals['_FINISHED']._serialized_start=1169
+  _globals['_FINISHED']._serialized_end=1357
+  _globals['_GENERATERESPONSE']._serialized_start=1360
+  _globals['_GENERATERESPONSE']._serialized_end=1546
+  _globals['_MODEL']._serialized_start=1549
+  _globals['_MODEL']._serialized_end=1693
+  _globals['_LISTMODELSREQUEST']._serialized_start=1695
+  _globals['_LISTMODELSREQUEST']._serialized_end=1714
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1716
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1783
+  _globals['_GETMODELREQUEST']._serialized_start=1785
+  _globals['_GETMODELREQUEST']._serialized_end=1816
+  _globals['_GETMODELRESPONSE']._serialized_start=1818
+  _globals['_GETMODELRESPONSE']._serialized_end=1882
+  _globals['_EXPLAINREQUEST']._serialized_start=1884
+  _globals['_EXPLAINREQUEST']._serialized_end=1920
+  _globals['_PLACEMENTCOST']._serialized_start=1922
+  _globals['_PLACEMENTCOST']._serialized_end=2024
+  _globals['_DECISION']._serialized_start=2027
+  _globals['_DECISION']._serialized_end=2210
+  _globals['_EXPLAINRESPONSE']._serialized_start=2213
+  _globals['_EXPLAINRESPONSE']._serialized_end=2412
+  _globals['_INFERENCESERVICE']._serialized_start=2679
+  _globals['_INFERENCESERVICE']._serialized_end=3082
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from treeserve.common.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,54 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DecisionKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecisionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecisionKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECISION_KIND_UNSPECIFIED: _DecisionKind.ValueType  # 0
+    """Never sent."""
+    DECISION_KIND_QUEUED: _DecisionKind.ValueType  # 1
+    """It waits for a verifier from now on."""
+    DECISION_KIND_REFUSED: _DecisionKind.ValueType  # 2
+    """Its target for the first token cannot be met."""
+    DECISION_KIND_BLOCKED: _DecisionKind.ValueType  # 3
+    """It is the first that waits for room."""
+    DECISION_KIND_PLACED: _DecisionKind.ValueType  # 4
+    """A verifier has it."""
+    DECISION_KIND_HEDGED: _DecisionKind.ValueType  # 5
+    """Another verifier has it too, or instead."""
+    DECISION_KIND_FIRST_TOKEN: _DecisionKind.ValueType  # 6
+    """Its first new token came."""
+    DECISION_KIND_REPLAYED: _DecisionKind.ValueType  # 7
+    """Its verifier is lost or gave it back."""
+    DECISION_KIND_ENDED: _DecisionKind.ValueType  # 8
+    """It is over."""
+
+class DecisionKind(_DecisionKind, metaclass=_DecisionKindEnumTypeWrapper):
+    """What was decided."""
+
+DECISION_KIND_UNSPECIFIED: DecisionKind.ValueType  # 0
+"""Never sent."""
+DECISION_KIND_QUEUED: DecisionKind.ValueType  # 1
+"""It waits for a verifier from now on."""
+DECISION_KIND_REFUSED: DecisionKind.ValueType  # 2
+"""Its target for the first token cannot be met."""
+DECISION_KIND_BLOCKED: DecisionKind.ValueType  # 3
+"""It is the first that waits for room."""
+DECISION_KIND_PLACED: DecisionKind.ValueType  # 4
+"""A verifier has it."""
+DECISION_KIND_HEDGED: DecisionKind.ValueType  # 5
+"""Another verifier has it too, or instead."""
+DECISION_KIND_FIRST_TOKEN: DecisionKind.ValueType  # 6
+"""Its first new token came."""
+DECISION_KIND_REPLAYED: DecisionKind.ValueType  # 7
+"""Its verifier is lost or gave it back."""
+DECISION_KIND_ENDED: DecisionKind.ValueType  # 8
+"""It is over."""
+Global___DecisionKind: _TypeAlias = DecisionKind  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -94,6 +143,31 @@ class TokenInput(_message.Message):
 Global___TokenInput: _TypeAlias = TokenInput  # noqa: Y015
 
 @_typing.final
+class ResumeInput(_message.Message):
+    """Takes up a request that another router ran, or this one on another stream, by its request_id alone: all else that the
+    request says, but for generated_token_ids, is ignored. NOT_FOUND if it is unknown here or has ended; the whole request
+    with generated_token_ids can be sent then.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Output tokens the client has: chunks begin there. generated_token_ids holds as many, or none."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeInput: _TypeAlias = ResumeInput  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """A generation to run, or (with generated_token_ids) to resume."""
 
@@ -104,6 +178,7 @@ class GenerateRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
@@ -125,6 +200,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def tokens(self) -> Global___TokenInput:
         """Token ids."""
+
+    @_builtins.property
+    def resume(self) -> Global___ResumeInput:
+        """A request that runs already, if Started said that it is resumable."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParameters:
@@ -156,6 +235,7 @@ class GenerateRequest(_message.Message):
         prompt: _builtins.str = ...,
         chat: Global___ChatInput | None = ...,
         tokens: Global___TokenInput | None = ...,
+        resume: Global___ResumeInput | None = ...,
         sampling: _common_pb2.SamplingParameters | None = ...,
         stopping: _common_pb2.StoppingCriteria | None = ...,
         speculation: _common_pb2.SpeculationOptions | None = ...,
@@ -163,11 +243,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generated_token_ids", b"generated_token_ids", "input", b"input", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "service_level", b"service_level", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generated_token_ids", b"generated_token_ids", "input", b"input", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "service_level", b"service_level", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "tokens"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "tokens", "resume"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -184,6 +264,7 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     model: _builtins.str
@@ -194,6 +275,8 @@ class Started(_message.Message):
     """Length of the prompt in tokens."""
     acceptance: _common_pb2.AcceptanceRule.ValueType
     """The acceptance rule in force. A router that does not know of rules leaves it unspecified: then it is replay."""
+    resumable: _builtins.bool
+    """Any router can take it up by its id: see GenerateRequest.resume."""
     def __init__(
         self,
         *,
@@ -202,10 +285,11 @@ class Started(_message.Message):
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         acceptance: _common_pb2.AcceptanceRule.ValueType = ...,
+        resumable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resumable", b"resumable", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,19 +341,23 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt length."""
     completion_tokens: _builtins.int
     """Tokens generated, those given in generated_token_ids included."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that did not have to be computed: a verifier still held them."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,3 +565,151 @@ class GetModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Asks what became of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class PlacementCost(_message.Message):
+    """What the request was expected to cost on the verifier that was chosen, in seconds. The lowest sum is chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    SLOW_S_FIELD_NUMBER: _builtins.int
+    AFFINITY_S_FIELD_NUMBER: _builtins.int
+    wait_s: _builtins.float
+    """Until the running step and the prompts before it are done."""
+    prefill_s: _builtins.float
+    """Its own prompt, without what the verifier holds already."""
+    load_s: _builtins.float
+    """Sharing the verifier."""
+    slow_s: _builtins.float
+    """Tokens that take longer than the fastest verifier's."""
+    affinity_s: _builtins.float
+    """Negative where its session ran last."""
+    def __init__(
+        self,
+        *,
+        wait_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        load_s: _builtins.float = ...,
+        slow_s: _builtins.float = ...,
+        affinity_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_s", b"affinity_s", "load_s", b"load_s", "prefill_s", b"prefill_s", "slow_s", b"slow_s", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementCost: _TypeAlias = PlacementCost  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """A decision about a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    VERIFIER_ID_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
+    kind: Global___DecisionKind.ValueType
+    """What was decided."""
+    at_s: _builtins.float
+    """When, in seconds after the first decision."""
+    reason: _builtins.str
+    """Why, for people."""
+    verifier_id: _builtins.str
+    """The verifier it concerns; empty for none."""
+    repeats: _builtins.int
+    """How often the same was decided again in a row."""
+    @_builtins.property
+    def cost(self) -> Global___PlacementCost:
+        """Of a placement."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___DecisionKind.ValueType = ...,
+        at_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        verifier_id: _builtins.str = ...,
+        cost: Global___PlacementCost | None = ...,
+        repeats: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cost", b"cost", "kind", b"kind", "reason", b"reason", "repeats", b"repeats", "verifier_id", b"verifier_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """A request's way through this router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    router_id: _builtins.str
+    """The router that answers."""
+    service_class: _common_pb2.ServiceClass.ValueType
+    """Its service class."""
+    age_s: _builtins.float
+    """Time since the first decision."""
+    dropped: _builtins.int
+    """Older ones that were dropped."""
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """The latest decisions, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        router_id: _builtins.str = ...,
+        service_class: _common_pb2.ServiceClass.ValueType = ...,
+        age_s: _builtins.float = ...,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "decisions", b"decisions", "dropped", b"dropped", "request_id", b"request_id", "router_id", b"router_id", "service_class", b"service_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class InferenceServiceStub:
                 request_serializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/treeserve.inference.v1.InferenceService/Explain',
+                request_serializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -59,9 +64,12 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Generates one completion. The stream carries one Started, then TokenChunks whose offsets have no gap and no
         repeat, then exactly one Finished.
-        INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model;
-        RESOURCE_EXHAUSTED (with RetryInfo) when the queue is full; UNAVAILABLE when no verifier can take it;
-        DEADLINE_EXCEEDED when the caller's deadline passes.
+        INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model,
+        or an unknown request to resume; ABORTED if a newer turn of the same session has begun before this one could run;
+        PERMISSION_DENIED for a more urgent class or tighter targets than the caller is due; RESOURCE_EXHAUSTED (with
+        RetryInfo) when the queue is full, also for a request that waits in it, when a quota is used up, or when the
+        request's target cannot be met; UNAVAILABLE when no verifier can take it; DEADLINE_EXCEEDED when the caller's
+        deadline passes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +84,14 @@ class InferenceServiceServicer:
 
     def GetModel(self, request, context):
         """Describes one model. NOT_FOUND if no verifier serves it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Says what this router decided about a request and why. Called by operators. NOT_FOUND if the request is another
+        tenant's, another router's or forgotten; PERMISSION_DENIED where explanations are off, as they are by default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +114,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +203,33 @@ class InferenceService:
             '/treeserve.inference.v1.InferenceService/GetModel',
             treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             treeserve_dot_inference_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treeserve.inference.v1.InferenceService/Explain',
+            treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            treeserve_dot_inference_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,14 +36,21 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates one completion. The stream carries one Started, then TokenChunks whose offsets have no gap and no
     repeat, then exactly one Finished.
-    INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model;
-    RESOURCE_EXHAUSTED (with RetryInfo) when the queue is full; UNAVAILABLE when no verifier can take it;
-    DEADLINE_EXCEEDED when the caller's deadline passes.
+    INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model,
+    or an unknown request to resume; ABORTED if a newer turn of the same session has begun before this one could run;
+    PERMISSION_DENIED for a more urgent class or tighter targets than the caller is due; RESOURCE_EXHAUSTED (with
+    RetryInfo) when the queue is full, also for a request that waits in it, when a quota is used up, or when the
+    request's target cannot be met; UNAVAILABLE when no verifier can take it; DEADLINE_EXCEEDED when the caller's
+    deadline passes.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that can be served now."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND if no verifier serves it."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
+    """Says what this router decided about a request and why. Called by operators. NOT_FOUND if the request is another
+    tenant's, another router's or forgotten; PERMISSION_DENIED where explanations are off, as they are by default.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -53,14 +60,21 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one completion. The stream carries one Started, then TokenChunks whose offsets have no gap and no
     repeat, then exactly one Finished.
-    INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model;
-    RESOURCE_EXHAUSTED (with RetryInfo) when the queue is full; UNAVAILABLE when no verifier can take it;
-    DEADLINE_EXCEEDED when the caller's deadline passes.
+    INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model,
+    or an unknown request to resume; ABORTED if a newer turn of the same session has begun before this one could run;
+    PERMISSION_DENIED for a more urgent class or tighter targets than the caller is due; RESOURCE_EXHAUSTED (with
+    RetryInfo) when the queue is full, also for a request that waits in it, when a quota is used up, or when the
+    request's target cannot be met; UNAVAILABLE when no verifier can take it; DEADLINE_EXCEEDED when the caller's
+    deadline passes.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that can be served now."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND if no verifier serves it."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Says what this router decided about a request and why. Called by operators. NOT_FOUND if the request is another
+    tenant's, another router's or forgotten; PERMISSION_DENIED where explanations are off, as they are by default.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation. Served by the router; called by the client SDK."""
@@ -73,9 +87,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates one completion. The stream carries one Started, then TokenChunks whose offsets have no gap and no
         repeat, then exactly one Finished.
-        INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model;
-        RESOURCE_EXHAUSTED (with RetryInfo) when the queue is full; UNAVAILABLE when no verifier can take it;
-        DEADLINE_EXCEEDED when the caller's deadline passes.
+        INVALID_ARGUMENT (with BadRequest fields) for a request outside the stated limits; NOT_FOUND for an unknown model,
+        or an unknown request to resume; ABORTED if a newer turn of the same session has begun before this one could run;
+        PERMISSION_DENIED for a more urgent class or tighter targets than the caller is due; RESOURCE_EXHAUSTED (with
+        RetryInfo) when the queue is full, also for a request that waits in it, when a quota is used up, or when the
+        request's target cannot be met; UNAVAILABLE when no verifier can take it; DEADLINE_EXCEEDED when the caller's
+        deadline passes.
         """
 
     @_abc_1.abstractmethod
@@ -93,5 +110,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """Describes one model. NOT_FOUND if no verifier serves it."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
+        """Says what this router decided about a request and why. Called by operators. NOT_FOUND if the request is another
+        tenant's, another router's or forgotten; PERMISSION_DENIED where explanations are off, as they are by default.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

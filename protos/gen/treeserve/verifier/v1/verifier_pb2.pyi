@@ -71,6 +71,7 @@ class DecodeWelcome(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     verifier_id: _builtins.str
@@ -81,6 +82,8 @@ class DecodeWelcome(_message.Message):
     """Sequences it holds at once."""
     dtype: _builtins.str
     """Element type of the weights."""
+    block_size: _builtins.int
+    """Tokens in a KV block: prefixes are reused by whole blocks. 0 if this verifier reuses none."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
         """The model it serves."""
@@ -99,10 +102,11 @@ class DecodeWelcome(_message.Message):
         max_sequences: _builtins.int = ...,
         dtype: _builtins.str = ...,
         acceptance_rules: _abc.Iterable[_common_pb2.AcceptanceRule.ValueType] | None = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "dtype", b"dtype", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "block_size", b"block_size", "dtype", b"dtype", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,6 +128,10 @@ class SubmitSequence(_message.Message):
     SERVICE_LEVEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_EPOCH_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the router, not in use on this stream."""
     request_id: _builtins.str
@@ -134,6 +142,16 @@ class SubmitSequence(_message.Message):
     """Whom the request is for: an opaque label of at most 64 characters, the same at every router. What a sequence leaves
     behind at speculators helps that tenant's sequences alone. Empty: it leaves nothing behind.
     """
+    session_id: _builtins.str
+    """Conversation the request belongs to, at most 128 characters; empty for none. Its KV is kept longer than others'."""
+    session_epoch: _builtins.int
+    """Grows with every turn of the session, at all routers. A turn older than the newest one seen here is refused with
+    ABORTED. 0 if nobody counts.
+    """
+    preemptible: _builtins.bool
+    """A sequence that is more urgent may pause this one."""
+    waited_ms: _builtins.float
+    """How long the request has waited already, milliseconds: that much of its time to the first token is gone."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens; at least one."""
@@ -171,10 +189,14 @@ class SubmitSequence(_message.Message):
         service_level: _common_pb2.ServiceLevel | None = ...,
         traceparent: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        session_epoch: _builtins.int = ...,
+        preemptible: _builtins.bool = ...,
+        waited_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "handle", b"handle", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "service_level", b"service_level", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "handle", b"handle", "preemptible", b"preemptible", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "service_level", b"service_level", "session_epoch", b"session_epoch", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,7 +228,7 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Sequences to drop."""
+    """Sequences to drop, or none. Answered with a LoadReport, so an empty one asks for a sign of life."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,10 +326,13 @@ class SequenceEnd(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     """Why; unspecified if status is an error."""
     stop_string: _builtins.str
     """The stop string that ended it, if one did."""
+    cached_tokens: _builtins.int
+    """Prompt tokens whose KV was there already when it began."""
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationStats:
         """What speculation did."""
@@ -323,10 +348,11 @@ class SequenceEnd(_message.Message):
         stop_string: _builtins.str = ...,
         speculation: _common_pb2.SpeculationStats | None = ...,
         status: _status_pb2.Status | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation", b"speculation", "status", b"status", "stop_string", b"stop_string"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "reason", b"reason", "speculation", b"speculation", "status", b"status", "stop_string", b"stop_string"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,6 +437,11 @@ class LoadReport(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SPECULATORS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.int
     """Sequences held."""
     free_blocks: _builtins.int
@@ -421,6 +452,16 @@ class LoadReport(_message.Message):
     """Set when the verifier drains: submit nothing more."""
     speculators: _builtins.int
     """Attached speculators."""
+    waiting: _builtins.int
+    """Sequences of those held that do not run yet, or are paused."""
+    preemptible: _builtins.int
+    """Running sequences that a more urgent one may pause."""
+    step_ms: _builtins.float
+    """What a step takes at present, milliseconds, smoothed; 0 before the first."""
+    prefill_tokens_per_s: _builtins.float
+    """Prompt tokens it computes a second while it also decodes; 0 if unknown."""
+    cached_blocks: _builtins.int
+    """KV blocks among the free ones that hold a prefix which can be reused."""
     def __init__(
         self,
         *,
@@ -429,10 +470,15 @@ class LoadReport(_message.Message):
         total_blocks: _builtins.int = ...,
         draining: _builtins.bool = ...,
         speculators: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        preemptible: _builtins.int = ...,
+        step_ms: _builtins.float = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "sequences", b"sequences", "speculators", b"speculators", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "preemptible", b"preemptible", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sequences", b"sequences", "speculators", b"speculators", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

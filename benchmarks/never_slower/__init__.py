@@ -1,0 +1,1 @@
+"""Speculation on beside off at every concurrency and kind of task: is any of them slower?"""

@@ -1,0 +1,73 @@
+"""`treeserve explain`: what routers decided about a request, as a table."""
+
+from __future__ import annotations
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from treeserve_client import Client, Decision, Explanation, NotFound, PlacementCost
+
+
+def explanations(addresses: str, request_id: str) -> list[Explanation]:
+    """What each router knows of a request.
+
+    Args:
+        addresses: of routers, separated by commas.
+
+    Raises:
+        NotFound: if none of them knows it.
+        TreeserveClientError: if one cannot be asked.
+    """
+    known: list[Explanation] = []
+    not_found: NotFound | None = None
+    for address in addresses.split(","):
+        with Client(address) as client:
+            try:
+                known.append(client.explain(request_id))
+            except NotFound as error:
+                not_found = error
+    if not known and not_found is not None:
+        raise not_found
+    return known
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """One row for each decision; times are seconds after the first."""
+    table = Table(
+        Column("after", justify="right", no_wrap=True),
+        Column("what", no_wrap=True),
+        Column("verifier", overflow="fold"),
+        Column("why", overflow="fold"),
+        title=f"{explanation.request_id} ({explanation.service_class}) at {explanation.router_id}, "
+        f"{explanation.age_s:.1f} s ago",
+        title_justify="left",
+    )
+    if explanation.dropped:
+        table.add_row("", f"{explanation.dropped} earlier", "", "forgotten")
+    for decision in explanation.decisions:
+        table.add_row(f"{decision.at_s:.3f} s", _what(decision), decision.verifier_id, Text(_why(decision)))
+    return table
+
+
+def _what(decision: Decision) -> str:
+    name = decision.kind.replace("_", " ")
+    return f"{name} x{decision.repeats + 1}" if decision.repeats else name
+
+
+def _why(decision: Decision) -> str:
+    return "\n".join(part for part in (decision.reason, _costs(decision.cost)) if part)
+
+
+def _costs(cost: PlacementCost | None) -> str:
+    """The parts of a placement's cost that are not zero, and their sum."""
+    if cost is None:
+        return ""
+    parts = {
+        "wait": cost.wait_s,
+        "prefill": cost.prefill_s,
+        "load": cost.load_s,
+        "slow": cost.slow_s,
+        "session": cost.affinity_s,
+    }
+    shown = " ".join(f"{name} {seconds:+.3f}" for name, seconds in parts.items() if round(seconds, 3))
+    return f"cost {sum(parts.values()):.3f} s: {shown}"

@@ -1,0 +1,144 @@
+"""A drafter for a verifier to keep in its own process: trees without a round trip.
+
+On a small model a tree's way through a speculator takes as long as half a token. Sources that need next to no
+computing time can draft where the tokens are instead: the same drafter over the same sources, but called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from opentelemetry import trace
+from prometheus_client import CollectorRegistry
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.identity import ModelIdentity
+from treeserve_core.proposal import DraftProposal
+from treeserve_core.sampling import SamplingParams, SequenceLimits
+from treeserve_speculator.config import CHEAP_SOURCES, TRAINED, SpeculatorConfig
+from treeserve_speculator.drafter import Drafter, TreeLimits
+from treeserve_speculator.main import build_drafter
+from treeserve_speculator.metrics import SpeculatorMetrics
+from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence, DraftWork
+from treeserve_speculator.session import DraftSession
+from treeserve_speculator.sources.base import SourceSettings
+
+
+class ColocatedDrafter:
+    """What it is told gathers until `draft`. All calls come from one thread.
+
+    Attributes:
+        sources: names of its draft sources.
+        wants_top_tokens: whether commits are to bring the target's most probable tokens.
+    """
+
+    def __init__(self, drafter: Drafter, limits: TreeLimits, metrics: SpeculatorMetrics) -> None:
+        self.sources = drafter.source_names
+        self.wants_top_tokens = drafter.wants_top_tokens
+        self._session = DraftSession(drafter, limits, metrics, trace.NoOpTracer())
+        self._works: list[DraftWork] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything gathered."""
+        return bool(self._works)
+
+    def assign(
+        self,
+        handle: int,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        sampling: SamplingParams,
+        limits: SequenceLimits,
+        tenant: str,
+        budget: int,
+    ) -> None:
+        """Meet a sequence; a budget of 0 asks for no tree yet."""
+        sequence = DraftSequence(
+            handle,
+            list(token_ids),
+            prompt_len,
+            sampling,
+            budget,
+            acceptance=limits.acceptance.rule,
+            tenant=tenant,
+            preset=limits.preset,
+        )
+        self._works.append(DraftWork(assigned=(sequence,)))
+
+    def commit(
+        self,
+        handle: int,
+        base_committed_len: int,
+        token_ids: tuple[int, ...],
+        budget: int,
+        top_token_ids: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Progress of a sequence; a positive budget asks for a tree."""
+        committed = CommittedTokens(handle, base_committed_len, token_ids, budget, top_token_ids)
+        self._works.append(DraftWork(commits=(committed,)))
+
+    def release(self, handle: int) -> None:
+        """Forget a sequence."""
+        self._works.append(DraftWork(released=(handle,)))
+
+    def draft(self, token_us: float, node: float) -> list[tuple[int, DraftProposal]]:
+        """Trees for what was asked, by handle, at these prices (`DraftPrices`)."""
+        works, self._works = self._works, []
+        return self._session.run([*works, DraftWork(prices=DraftPrices(token_us, node))])
+
+    def learn(self) -> None:
+        """Learn from the commits: when nobody waits."""
+        self._session.learn()
+
+
+def build(
+    identity: ModelIdentity,
+    model_folder: Path,
+    sources: Sequence[str],
+    drafter_folder: Path | None,
+    max_nodes: int,
+    max_depth: int,
+    registry: CollectorRegistry,
+) -> ColocatedDrafter | None:
+    """A drafter with these sources; None if there are none.
+
+    Args:
+        identity, model_folder: of the target.
+        sources: of CHEAP_SOURCES; `trained` stands for those of them that were trained.
+        drafter_folder: of trained drafters; without it those that are shipped for the model.
+        max_nodes, max_depth: bounds of a tree, the root not counted.
+        registry: where its metrics are exported.
+
+    Raises:
+        InvalidArgumentError: for a source that takes its time, or cannot be built.
+    """
+    for name in sources:
+        if name not in (*CHEAP_SOURCES, TRAINED):
+            raise InvalidArgumentError(
+                "colocated_sources", f"{name!r} is none of {', '.join(CHEAP_SOURCES)}, {TRAINED}"
+            )
+    config = SpeculatorConfig(
+        model_folder=model_folder,
+        model_name=identity.name,
+        sources=tuple(sources),
+        drafter_folder=drafter_folder,
+        max_nodes=max(max_nodes, 1),
+        max_depth=max_depth,
+    )
+    names = _cheap(config, identity)
+    if not names:
+        return None
+    metrics = SpeculatorMetrics(registry)
+    drafter = build_drafter(replace(config, sources=names), identity, metrics)
+    return ColocatedDrafter(drafter, TreeLimits(max_nodes, max_depth), metrics)
+
+
+def _cheap(config: SpeculatorConfig, identity: ModelIdentity) -> tuple[str, ...]:
+    """The configured sources, with the cheap ones of those that were trained in place of `trained`."""
+    settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, frozenset(identity.eos_token_ids))
+    held = settings.drafters.sources if TRAINED in config.sources and settings.drafters is not None else ()
+    named = [name for name in config.sources if name != TRAINED]
+    return (*named, *[name for name in held if name in CHEAP_SOURCES and name not in named])

@@ -1,0 +1,152 @@
+"""A drafter in the verifier's own process, told as any speculator is, and asked before each step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence as SequenceOf
+from importlib.metadata import EntryPoint
+from typing import Protocol, cast
+
+from prometheus_client import CollectorRegistry
+
+from treeserve_core.errors import InvalidArgumentError, StaleBaseError
+from treeserve_core.features import FeatureRows
+from treeserve_core.identity import ModelIdentity
+from treeserve_core.proposal import DraftProposal
+from treeserve_core.sampling import SamplingParams, SequenceLimits
+from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.drafting import DraftDesk
+from treeserve_verifier.planner import Prices
+from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.speculator import CommitNotice, Speculator
+
+
+class Drafter(Protocol):
+    """What drafts here (treeserve_speculator.colocated). Not a speculator: it has neither stream nor credit."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of its draft sources."""
+
+    @property
+    def wants_top_tokens(self) -> bool:
+        """Whether commits are to bring the target's most probable tokens."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it was told anything since it drafted."""
+
+    def assign(
+        self,
+        handle: int,
+        token_ids: SequenceOf[int],
+        prompt_len: int,
+        sampling: SamplingParams,
+        limits: SequenceLimits,
+        tenant: str,
+        budget: int,
+    ) -> None:
+        """Meet a sequence; a budget of 0 asks for no tree yet."""
+
+    def commit(
+        self,
+        handle: int,
+        base_committed_len: int,
+        token_ids: tuple[int, ...],
+        budget: int,
+        top_token_ids: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Progress of a sequence; a positive budget asks for a tree."""
+
+    def release(self, handle: int) -> None:
+        """Forget a sequence."""
+
+    def draft(self, token_us: float, node: float) -> list[tuple[int, DraftProposal]]:
+        """Trees for what was asked, by handle."""
+
+    def learn(self) -> None:
+        """Learn from the commits: when nobody waits."""
+
+
+class ColocatedOutbox:
+    """Hands what the desk says to the drafter, and its trees to the desk (a DraftOutbox)."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._speculator: Speculator | None = None
+
+    def attach(self, desk: DraftDesk) -> None:
+        """Take a share of the desk's sequences from now on."""
+        drafter = self._drafter
+        self._speculator = desk.attach(
+            "colocated", drafter.sources, self, wants_top_tokens=drafter.wants_top_tokens, is_colocated=True
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it was told anything since it drafted."""
+        return self._drafter.is_due
+
+    def draft(self, desk: DraftDesk, prices: Prices) -> None:
+        """Give the desk the trees it asked for."""
+        assert self._speculator is not None  # attached
+        for handle, proposal in self._drafter.draft(prices.token_s * 1e6, prices.node):
+            with contextlib.suppress(StaleBaseError):  # the sequence went on without it
+                desk.propose(self._speculator, handle, proposal)
+
+    def learn(self) -> None:
+        """Learn from the commits: when nobody waits."""
+        self._drafter.learn()
+
+    def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
+        """A new sequence to draft for."""
+        submission = sequence.submission
+        self._drafter.assign(
+            handle,
+            sequence.tokens,
+            sequence.prompt_len,
+            submission.sampling,
+            submission.limits,
+            submission.tenant,
+            budget,
+        )
+
+    def commit(self, notice: CommitNotice) -> None:
+        """Progress of an assigned sequence."""
+        self._drafter.commit(
+            notice.handle, notice.base_committed_len, notice.token_ids, notice.budget, notice.top_token_ids
+        )
+
+    def features(self, handle: int, rows: FeatureRows) -> None:
+        """Nothing: its sources want none."""
+
+    def release(self, handle: int) -> None:
+        """The sequence has ended."""
+        self._drafter.release(handle)
+
+
+def build_colocated(
+    config: VerifierConfig, identity: ModelIdentity, registry: CollectorRegistry
+) -> ColocatedOutbox | None:
+    """What `colocated_sources` asks for, its metrics beside the verifier's; None if that is nothing.
+
+    Raises:
+        InvalidArgumentError: if it cannot be built.
+    """
+    if not config.colocated_sources:
+        return None
+    try:
+        build = EntryPoint("colocated", config.colocated_drafter, "").load()
+    except Exception as error:  # importing runs whatever the module holds
+        reason = f"{config.colocated_drafter!r} cannot be loaded: {error!r}"
+        raise InvalidArgumentError("colocated_drafter", reason) from error
+    drafter = build(
+        identity,
+        config.model_folder,
+        config.colocated_sources,
+        config.drafter_folder,
+        config.max_nodes,
+        config.max_depth,
+        registry,
+    )
+    return None if drafter is None else ColocatedOutbox(cast(Drafter, drafter))

@@ -1,0 +1,46 @@
+"""Who comes first: by class and ageing, then by when the next token is due; and whom one may pause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from treeserve_verifier.sequence import Sequence
+
+_UNPROMISED = 4.0  # who was promised no time is due after so many times what lifts a sequence by one class
+
+
+class Ranking:
+    """Orders sequences at a time.
+
+    Args:
+        ageing_s: every time a sequence has waited so long here, however often, it is as urgent as one class above: so
+            nobody starves.
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+
+    def level(self, sequence: Sequence, now: float) -> int:
+        """Its class, less its age; 1 is that of a fresh realtime sequence."""
+        return sequence.submission.limits.service_class - int(sequence.wait.so_far(now) / self._ageing_s)
+
+    def precedence(self, sequence: Sequence, now: float) -> tuple[int, bool, float, int]:
+        """Smaller is more urgent: by level, then by when the next token is due.
+
+        Within a level, those that cannot meet their time to the first token any more come after those that can.
+        """
+        promise = sequence.promise
+        due = promise.due_at
+        is_late = due is not None and promise.first_at is None and due < now
+        if due is None:
+            due = promise.asked_at + _UNPROMISED * self._ageing_s
+        return self.level(sequence, now), is_late, due, sequence.seq_id
+
+    def in_order(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+        """The most urgent first."""
+        return sorted(sequences, key=lambda s: self.precedence(s, now))
+
+    def pausable(self, running: Iterable[Sequence], now: float) -> list[tuple[int, Sequence]]:
+        """Those that a sequence of a smaller level may pause, with their levels, the least urgent first."""
+        found = self.in_order((s for s in running if s.submission.limits.preemptible), now)
+        return [(self.level(s, now), s) for s in reversed(found)]

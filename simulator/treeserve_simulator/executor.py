@@ -1,0 +1,121 @@
+"""Steps that take time and compute nothing: texts say which tokens come, and the cost model how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.tree import TokenTree
+from treeserve_engine.block_manager import BlockManager
+from treeserve_simulator.costs import MachineModel, PassRows
+from treeserve_simulator.text import Text
+from treeserve_verifier.executor import ExecutedStep, PlainRun, StepResult
+from treeserve_verifier.planner import PlannedSequence, StepPlan
+
+
+class SimulatedExecutor:
+    """In place of the verifier's `StepExecutor`: the same steps on the same blocks, without an engine.
+
+    Args:
+        texts: by request id, what each sequence will say.
+
+    Attributes:
+        feature_shape: it exports no features.
+        busy_s: time that steps took in all.
+        steps, rows: forward passes so far, and their rows.
+    """
+
+    feature_shape = None
+
+    def __init__(self, machine: MachineModel, blocks: BlockManager, texts: Mapping[str, Text]) -> None:
+        self._machine = machine
+        self._blocks = blocks
+        self._texts = texts
+        self.busy_s = 0.0
+        self.steps = 0
+        self.rows = 0
+
+    async def run(
+        self,
+        plan: StepPlan,
+        top_tokens_for: frozenset[int],
+        meanwhile: Callable[[], None],
+        then: PlainRun,
+        features_for: frozenset[int] = frozenset(),
+    ) -> list[ExecutedStep]:
+        """As `StepExecutor.run`: a step and plain ones after it, while the event loop goes on."""
+        asyncio.get_running_loop().call_soon(meanwhile)
+        steps = [await self._run(plan)]
+        while len(steps) <= then.steps and then.may_go_on() and self._reserve_next(steps[-1]):
+            steps.append(await self._run(_plain_step_after(steps[-1])))
+        return steps
+
+    async def _run(self, plan: StepPlan) -> ExecutedStep:
+        overheads = self._machine.overheads
+        forward_ms = self._machine.costs.step_ms([self._rows(planned) for planned in plan.sequences])
+        around_s = (overheads.step_ms + overheads.sequence_ms * len(plan.sequences)) / 1e3
+        self.busy_s += forward_ms / 1e3 + around_s
+        self.steps += 1
+        self.rows += plan.rows
+        await asyncio.sleep(forward_ms / 1e3 + around_s)
+        return ExecutedStep(tuple(self._settle(planned) for planned in plan.sequences), forward_ms)
+
+    def _rows(self, planned: PlannedSequence) -> PassRows:
+        logits = 0 if planned.tree is None else len(planned.tree)
+        return PassRows(planned.rows, self._blocks.computed_len(planned.sequence.seq_id), logits)
+
+    def _settle(self, planned: PlannedSequence) -> StepResult:
+        if planned.tree is None:
+            self._commit(planned, range(planned.chunk))
+            return StepResult(planned)
+        outcome = self._accept(planned, planned.tree)
+        path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
+        self._commit(planned, range(planned.chunk) if planned.chunk > 1 else path)
+        return StepResult(planned, outcome)
+
+    def _accept(self, planned: PlannedSequence, tree: TokenTree) -> VerifyOutcome:
+        """Replay along the text."""
+        sequence = planned.sequence
+        text, place = self._texts[sequence.submission.request_id].token_ids, len(sequence.tokens)
+        accepted: list[int] = []
+        emitted: list[int] = []
+        node: int | None = 0
+        reason = None
+        while node is not None and reason is None:
+            token_id = text[place + len(emitted)]
+            emitted.append(token_id)
+            reason = sequence.sampler.append(token_id)
+            node = tree.child(node, token_id)
+            if node is not None:
+                accepted.append(node)
+        return VerifyOutcome(tuple(accepted), tuple(emitted), reason)
+
+    def _commit(self, planned: PlannedSequence, kept: Sequence[int]) -> None:
+        seq_id = planned.sequence.seq_id
+        if planned.tree is not None and planned.chunk == 1:
+            rows: Sequence[int] = planned.tree.token_ids
+        else:
+            start = self._blocks.computed_len(seq_id)
+            rows = planned.sequence.tokens[start : start + planned.chunk]
+        self._blocks.commit(seq_id, kept, [rows[node] for node in kept] if self._blocks.shares(seq_id) else ())
+
+    def _reserve_next(self, step: ExecutedStep) -> bool:
+        """Reserve a position for every sequence of a step, if all of them go on and there is room."""
+        seq_ids = [result.planned.sequence.seq_id for result in step.results if result.goes_on]
+        if len(seq_ids) < len(step.results) or len(seq_ids) > self._blocks.free_blocks:
+            return False
+        for seq_id in seq_ids:
+            self._blocks.reserve(seq_id, 1)
+        return True
+
+
+def _plain_step_after(step: ExecutedStep) -> StepPlan:
+    roots = [(result.planned.sequence, result.outcome) for result in step.results]
+    return StepPlan(
+        tuple(
+            PlannedSequence(sequence, 1, TokenTree.root_only(outcome.token_ids[-1]))
+            for sequence, outcome in roots
+            if outcome is not None
+        )
+    )

@@ -1,0 +1,84 @@
+"""Fits a machine model to requests measured alone: what surrounds a forward pass, and how well texts are drafted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from treeserve_simulator.costs import MachineModel
+from treeserve_simulator.record import Record
+from treeserve_simulator.simulation import simulate
+from treeserve_simulator.systems import Cluster, System
+from treeserve_simulator.trace import TraceRequest
+
+_HALVINGS = 8
+_STEEPEST = 4.0  # the log-odds that a kind may be shifted by
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def fit_overheads(cluster: Cluster, plain: System, lines: Lines) -> MachineModel:
+    """The machine with `request_ms` and `step_ms` such that lone requests without speculation take what they took.
+
+    Args:
+        lines: of a recorded run of one request at a time.
+    """
+    machine = _with_overheads(cluster.machine, request_ms=0.0, step_ms=0.0)
+    predicted = _alone(replace(cluster, machine=machine), plain, lines)
+    machine = _with_overheads(machine, step_ms=max(0.0, _median_gap(lines, predicted, "tpot_ms")))
+    predicted = _alone(replace(cluster, machine=machine), plain, lines)
+    return _with_overheads(machine, request_ms=max(0.0, _median_gap(lines, predicted, "ttft_ms")))
+
+
+def fit_kinds(cluster: Cluster, system: System, lines: Lines) -> MachineModel:
+    """The machine with each kind of text shifted until lone requests with speculation take what they took per token.
+
+    Args:
+        lines: of a recorded run of one request at a time.
+    """
+    for name in sorted({str(line.get("kind", "")) for line in lines}):
+        cluster = replace(cluster, machine=_fit_kind(cluster, system, name, lines))
+    return cluster.machine
+
+
+def _fit_kind(cluster: Cluster, system: System, name: str, lines: Lines) -> MachineModel:
+    machine, ours = cluster.machine, [line for line in lines if line.get("kind", "") == name]
+
+    def shifted(log_odds: float) -> MachineModel:
+        return replace(machine, kinds={**machine.kinds, name: machine.kind(name).shifted(log_odds)})
+
+    def gap(log_odds: float) -> float:
+        return _median_gap(ours, _alone(replace(cluster, machine=shifted(log_odds)), system, ours), "tpot_ms")
+
+    return shifted(_root(gap))
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Where a rising function crosses zero, within the steepest shift either way, by bisection."""
+    low, high = -_STEEPEST, _STEEPEST
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+    return (low + high) / 2
+
+
+def _alone(cluster: Cluster, system: System, lines: Lines) -> tuple[Record, ...]:
+    """The same requests, each long after the one before."""
+    trace = [replace(TraceRequest.from_json(line), at_s=60.0 * i, session="") for i, line in enumerate(lines)]
+    return simulate(trace, cluster, system).records
+
+
+def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
+    """By how much requests took longer than predicted, at the median."""
+    gaps = [
+        float(line[name]) - value
+        for line, record in zip(lines, predicted, strict=True)
+        if line.get(name) is not None and (value := getattr(record, name)) is not None
+    ]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _with_overheads(machine: MachineModel, **changes: float) -> MachineModel:
+    return replace(machine, overheads=replace(machine.overheads, **changes))

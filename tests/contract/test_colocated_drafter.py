@@ -1,0 +1,70 @@
+"""A drafter in the verifier's own process: the same tokens, sooner, and no speculator in sight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.verifier_peers import RouterPeer, SpeculatorPeer, running_verifier
+
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.tree import TokenTree
+
+LOOPING = [10, 20, 30, 10, 20, 30, 10, 20, 30, 10]
+SOURCES = ("ngram", "suffix")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_it_drafts_without_a_speculator_and_changes_no_token(
+    tiny_model: Path, tmp_path: Path, temperature: float
+) -> None:
+    async with running_verifier(tiny_model, tmp_path, colocated_sources=SOURCES) as running:
+        async with RouterPeer(running.address) as router:
+            sampling = {"temperature": temperature, "seed": 5, "max_tokens": 96}
+            plain = await router.generate(1, LOOPING, speculate=False, **sampling)
+            first = await router.generate(2, LOOPING, tenant="t", **sampling)
+            second = await router.generate(3, LOOPING, tenant="t", **sampling)
+        assert first.token_ids == second.token_ids == plain.token_ids
+        assert plain.end is not None and plain.end.speculation.drafted == 0
+        assert second.end is not None
+        # The suffix source has seen the whole of it.
+        assert second.end.speculation.accepted > len(plain.token_ids) / 2
+        assert running.verifier.loop.load().speculators == 0
+        running.check_all_blocks_free()
+
+
+async def test_a_speculator_beside_it_is_merged_with(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path, colocated_sources=SOURCES) as running:
+        async with RouterPeer(running.address) as router:
+            truth = (await router.generate(1, LOOPING, speculate=False)).token_ids
+
+            def draft(tokens: list[int], budget: int, seed: int) -> TokenTree:
+                return TokenTree.chain([tokens[-1], *truth[len(tokens) - len(LOOPING) :][:2]])
+
+            async with SpeculatorPeer(running, draft):
+                output = await router.generate(2, LOOPING)
+        assert output.token_ids == truth
+        assert output.end is not None
+        assert output.end.speculation.accepted >= len(truth) / 2, "the speculator knows all"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"colocated_sources": ("ssm",)}, "is none of"),
+        ({"colocated_drafter": "nowhere.at_all:build"}, "cannot be loaded"),
+    ],
+)
+async def test_what_cannot_draft_here_is_refused(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        async with running_verifier(tiny_model, tmp_path, **{"colocated_sources": SOURCES, **changes}):
+            pass
+
+
+async def test_trained_sources_that_do_not_exist_leave_nothing_to_draft_with(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path, colocated_sources=("trained",)) as running:
+        async with RouterPeer(running.address) as router:
+            output = await router.generate(1, LOOPING)
+        assert output.end is not None and output.end.speculation.drafted == 0

@@ -1,0 +1,71 @@
+"""What an event costs a router that has 64 verifiers, however many requests wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from support.dispatching import BookedPool, Clock, ticket
+
+from treeserve_core.sampling import ServiceClass
+from treeserve_router.dispatcher import Dispatcher
+from treeserve_router.queue import RequestQueue
+
+VERIFIERS = 64
+REALTIME, INTERACTIVE, STANDARD, BATCH = ServiceClass
+
+
+class Bench:
+    """A full cluster and a queue of all classes and several tenants."""
+
+    def __init__(self, waiting: int) -> None:
+        self.clock = Clock()
+        self.pool = BookedPool(self.clock, VERIFIERS, max_sequences=32)
+        self.dispatcher = Dispatcher(RequestQueue(100_000, 10**9, self.clock), self.pool, 10.0, self.clock)
+        self.report_all(sequences=32)
+        for i in range(waiting):
+            service_class = (BATCH, STANDARD, INTERACTIVE)[i % 3]
+            self.dispatcher.submit(ticket(service_class, tenant=f"t{i % 7}", ttft_ms=1e6))
+        self.dispatcher.dispatch()
+
+    def report_all(self, sequences: int) -> None:
+        for verifier in self.pool.verifiers:
+            verifier.report(sequences=sequences, step_s=0.01, prefill_tokens_per_s=3000)
+
+    @property
+    def submitted(self) -> int:
+        return sum(len(verifier.submitted) for verifier in self.pool.verifiers)
+
+
+def cost_s(event: Callable[[], object], times: int = 20) -> float:
+    """CPU time of an event, the least of some."""
+    taken: list[float] = []
+    for _ in range(times):
+        started = time.process_time()
+        event()
+        taken.append(time.process_time() - started)
+    return min(taken)
+
+
+def test_an_event_costs_the_same_however_many_wait() -> None:
+    few, many = Bench(100), Bench(10_000)
+    costs = {bench: cost_s(bench.dispatcher.dispatch) for bench in (few, many)}
+    assert many.submitted == few.submitted == 0
+    print(
+        f"an event with 64 full verifiers: {costs[few] * 1e6:.0f} us, 100 waiting; {costs[many] * 1e6:.0f} us, 10,000"
+    )
+    assert costs[many] < 5 * costs[few] + 0.001
+
+
+@pytest.mark.parametrize("waiting", [1000, 10_000])
+def test_placing_does_not_cost_more_with_a_longer_queue(waiting: int) -> None:
+    bench = Bench(waiting)
+    bench.report_all(sequences=20)
+    started = time.process_time()
+    bench.dispatcher.dispatch()
+    taken_s = time.process_time() - started
+    placed = bench.submitted
+    assert placed == VERIFIERS * 11  # one place of 32 is kept
+    print(f"{taken_s / placed * 1e6:.0f} us for each ticket placed, {waiting} waiting")
+    assert taken_s / placed < 0.005
