@@ -53,7 +53,7 @@ def study(scale: Scale, model: MachineModel, say: Callable[[str], None]) -> dict
         "targets_ms": {c.name.lower(): {"ttft": p.ttft_ms, "tpot": p.tpot_ms} for c, p in policies.items()},
         "saturation_requests_per_s": saturated_per_s,
         "violations": {name: each["all"]["violations"] for name, each in reports.items()},
-        "goodput": {name: each["all"]["goodput"] for name, each in reports.items()},
+        "met_per_s": {name: each["all"]["met_per_s"] for name, each in reports.items()},
         "systems": reports,
     }
 

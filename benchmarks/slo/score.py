@@ -1,19 +1,17 @@
-"""From records to figures: attainment, violations, goodput, percentiles, and the load at which a system gives way."""
+"""From records to figures: attainment, violations, goodput, latencies, and the load at which a system gives way."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from benchmarks.slo.load import Record
 from benchmarks.slo.targets import Targets
 from benchmarks.slo.trace import CLASSES
+from treeserve_simulator.percentiles import percentiles
 
 ATTAINED = 0.9
-_PERCENTILES = (50, 95, 99)
 
 
 def figures(records: Sequence[Record], targets: Targets, window_s: float, runs: int = 1) -> dict[str, Any]:
@@ -47,12 +45,6 @@ def by_class(records: Sequence[Record], targets: Targets, window_s: float, runs:
     """`figures` of each class that has requests."""
     found = {name: [r for r in records if r.arrival.service_class == name] for name in CLASSES}
     return {name: figures(ours, targets, window_s, runs) for name, ours in found.items() if ours}
-
-
-def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
-    """p50, p95 and p99 of the values that are there; None each if there are none."""
-    there = [value for value in values if value is not None]
-    return {f"p{q}": float(np.percentile(there, q)) if there else None for q in _PERCENTILES}
 
 
 def knee(attainments: Mapping[str, Sequence[float]], baselines: Sequence[str]) -> int | None:

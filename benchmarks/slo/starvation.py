@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.rendered_prompts import Prompts
 from benchmarks.slo.load import Record
-from benchmarks.slo.score import percentiles
 from benchmarks.slo.trace import MIX, Arrival, Share, make_trace, poisson_times
 from treeserve_client import ServiceClass
+from treeserve_simulator.percentiles import percentiles
 
 URGENT_LOAD, BATCH_LOAD = 1.2, 0.2  # times what saturates the system
 WINDOW_S = 10.0

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.peers.peer import PeerError
 from benchmarks.rendered_prompts import Prompts
 from benchmarks.slo.load import Record, Submit, keep_busy, run_trace
-from benchmarks.slo.score import percentiles
 from benchmarks.slo.steps import Buckets, step_quantile_ms
 from benchmarks.slo.trace import Arrival
+from treeserve_simulator.percentiles import percentiles
 
 FILLERS = 48  # batch requests in flight: more than a verifier runs at once
 _OUTPUT_TOKENS = 8

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.table import Column, Table
 from rich.text import Text
 
-from treeserve_client import Client, Decision, Explanation, NotFound, PlacementCost
+from treeserve_client import Client, Decision, Explanation, NotFound, PlacementCost, TreeserveClientError
 
 
-def explanations(addresses: str, request_id: str) -> list[Explanation]:
+def explanations(addresses: str, request_id: str, tell: Callable[[str], None]) -> list[Explanation]:
     """What each router knows of a request.
 
     Args:
         addresses: of routers, separated by commas.
+        tell: takes lines about routers that cannot be asked, if others know the request.
 
     Raises:
-        NotFound: if none of them knows it.
-        TreeserveClientError: if one cannot be asked.
+        TreeserveClientError: if none of them knows it; NotFound only if all could be asked.
     """
     known: list[Explanation] = []
-    not_found: NotFound | None = None
+    errors: dict[str, TreeserveClientError] = {}
     for address in addresses.split(","):
         with Client(address) as client:
             try:
                 known.append(client.explain(request_id))
-            except NotFound as error:
-                not_found = error
-    if not known and not_found is not None:
-        raise not_found
+            except TreeserveClientError as error:
+                errors[address] = error
+    if not known:
+        raise min(errors.values(), key=lambda failure: isinstance(failure, NotFound))
+    for address, failure in errors.items():
+        if not isinstance(failure, NotFound):
+            tell(f"{address}: {failure}")
     return known
 
 

@@ -232,7 +232,7 @@ def explain(
 ) -> None:
     """Tell why a request waited and where it ran. Each router knows its own part: --address takes several."""
     try:
-        known = explanations(address, request_id)
+        known = explanations(address, request_id, _tell)
     except TreeserveClientError as error:
         raise _fail_call(error, address) from None
     for explanation in known:

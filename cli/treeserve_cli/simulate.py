@@ -83,20 +83,18 @@ def run(
     """Run a trace through each system and print what its requests got."""
     from treeserve_simulator.report import report, table
     from treeserve_simulator.simulation import simulate
-    from treeserve_simulator.systems import SYSTEMS
+    from treeserve_simulator.systems import SYSTEMS, find_system
     from treeserve_simulator.trace import read_trace
 
-    names = system or list(SYSTEMS)
-    if unknown := [name for name in names if name not in SYSTEMS]:
-        raise _failed(f"no such system: {unknown[0]}; there are {', '.join(SYSTEMS)}")
+    systems = _guarded(lambda: [find_system(name) for name in system or SYSTEMS])
     cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
     asked = _guarded(lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed))
     reports, lines = [], []
-    for name in names:
-        outcome = _guarded(partial(simulate, asked, cluster, SYSTEMS[name], seed))
-        print(f"treeserve: {name}: {outcome.simulated_s:.0f} s in {outcome.cpu_s:.1f} s", file=sys.stderr, flush=True)
+    for each in systems:
+        outcome = _guarded(partial(simulate, asked, cluster, each, seed))
+        _tell(f"{each.name}: {outcome.simulated_s:.0f} s in {outcome.cpu_s:.1f} s")
         reports.append(report(outcome, cluster.policies))
-        lines += [{"system": name, **record.to_json()} for record in outcome.records]
+        lines += [{"system": each.name, **record.to_json()} for record in outcome.records]
     if records is not None:
         _guarded(lambda: records.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"))
     if as_json:
@@ -135,11 +133,11 @@ def compare(
 ) -> None:
     """Predict a recorded run, and print how far off p50 and p95 of TTFT and TPOT are."""
     from treeserve_simulator.comparison import predict
-    from treeserve_simulator.systems import SYSTEMS
+    from treeserve_simulator.systems import find_system
     from treeserve_simulator.trace import read_records
 
     cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
-    comparisons = _guarded(lambda: predict(read_records(recorded), cluster, SYSTEMS[system]))
+    comparisons = _guarded(lambda: predict(read_records(recorded), cluster, find_system(system)))
     for each in comparisons:
         print(f"{each.quantity}: measured {each.measured:.1f}, predicted {each.predicted:.1f}: {each.error:+.1%}")
     if any(abs(each.error) > most for each in comparisons):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from treeserve_core.prefix import PrefixHash, extend_hashes, prefix_hashes
+from treeserve_core.prefix import PrefixHash, extend_hashes
 from treeserve_engine.kv_tiers import POOL, BlockCopy, KvTiers, Place
 from treeserve_engine.prefix_cache import BlockPool
 
@@ -101,20 +101,11 @@ class BlockManager:
         """Blocks that came back from tiers so far."""
         return 0 if self._tiers is None else self._tiers.restored
 
-    def cached_tokens(self, names: Sequence[PrefixHash]) -> int:
-        """How many tokens of a prefix have KV here or in a tier.
-
-        Args:
-            names: `prefix_hashes` of the tokens, in blocks of this manager's size.
-        """
-        with self._lock:
-            return self._pool.cached(names) * self.block_size
-
     def blocks_to_take(self, names: Sequence[PrefixHash], num_tokens: int) -> int:
         """Free blocks that a sequence of so many tokens would take: blocks that others hold already count nothing.
 
         Args:
-            names: as for `cached_tokens`.
+            names: `prefix_hashes` of the tokens, in blocks of this manager's size.
         """
         with self._lock:
             return self._blocks_for(num_tokens) - self._pool.shared(names[: self._whole_blocks(num_tokens - 1)])
@@ -125,6 +116,7 @@ class BlockManager:
         token_ids: Sequence[int] | None = None,
         tenant: str = "",
         *,
+        names: Sequence[PrefixHash] = (),
         compute_last: int = 1,
         compute_ms: float = math.inf,
     ) -> int:
@@ -133,6 +125,7 @@ class BlockManager:
         Args:
             token_ids: its committed tokens; None for a sequence that shares nothing.
             tenant: whose they are: prefixes of others are not found.
+            names: `prefix_hashes` of the tokens with this tenant, as far as the caller has them.
             compute_last: tokens at the end whose KV is computed in any case. At least 1: the last token's logits are
                 what the sequence waits for.
             compute_ms: what computing a token takes. Blocks come back from tiers as far as that saves time.
@@ -142,17 +135,19 @@ class BlockManager:
         """
         if compute_last < 1:
             raise ValueError("the last token is always computed")
-        names: list[PrefixHash] = []
+        wanted: list[PrefixHash] = []
         if token_ids is not None:
-            names = prefix_hashes(token_ids[: max(0, len(token_ids) - compute_last)], self.block_size, tenant)
+            may_be_known = token_ids[: max(0, len(token_ids) - compute_last)]
+            known = names[: self._whole_blocks(len(may_be_known))]
+            wanted = extend_hashes(known, may_be_known, self.block_size, tenant)
         with self._lock:
             if seq_id in self._sequences:
                 raise RuntimeError(f"sequence {seq_id} exists already")
-            table = self._pool.reuse(names, compute_ms * self.block_size)
+            table = self._pool.reuse(wanted, compute_ms * self.block_size)
             sequence = _Sequence(table, None if token_ids is None else tenant, len(table) * self.block_size)
             if token_ids is not None:
                 sequence.tokens = list(token_ids[: sequence.computed_len])
-                sequence.names = names[: len(table)]
+                sequence.names = wanted[: len(table)]
             self._sequences[seq_id] = sequence
             return sequence.computed_len
 
@@ -166,6 +161,16 @@ class BlockManager:
         """
         with self._lock:
             self._shrink(self._sequences.pop(seq_id), 0, self._clock() + lease_s if lease_s > 0 else 0.0)
+
+    def forget(self, names: Sequence[PrefixHash]) -> None:
+        """Let prefixes be found no more, here and in the tiers. Blocks that somebody holds stay as they are.
+
+        Args:
+            names: as for `blocks_to_take`.
+        """
+        with self._lock:
+            for name in names:
+                self._pool.forget(name)
 
     def shares(self, seq_id: int) -> bool:
         """Whether the sequence was added with its tokens: `commit` must be told what it commits."""

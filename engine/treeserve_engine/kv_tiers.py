@@ -101,6 +101,12 @@ class KvTiers:
         if name is not None:
             self._unused[place.tier - 1].append(slots.pop(name))
 
+    def forget(self, name: PrefixHash) -> None:
+        """Give the slot of a block away, if a tier has it."""
+        tier = self._tier_of(name)
+        if tier is not None:
+            self._unused[tier].append(self._slots[tier].pop(name))
+
     def check_integrity(self) -> None:
         """Raise RuntimeError if two blocks share a slot, a slot does not exist, or a prefix lies in two tiers."""
         for size, slots, unused in zip(self._sizes, self._slots, self._unused, strict=True):

@@ -44,10 +44,6 @@ class BlockPool:
         """Those of them that hold a prefix."""
         return len(self._idle) + len(self._leased)
 
-    def cached(self, names: Sequence[PrefixHash]) -> int:
-        """How many blocks of this prefix the pool or a tier holds, from the first on."""
-        return next((i for i, name in enumerate(names) if not self._is_known(name)), len(names))
-
     def shared(self, names: Sequence[PrefixHash]) -> int:
         """How many of these blocks somebody holds: taking them leaves as many free as before."""
         return sum(1 for name in names if name in self._block_of and self._holders[self._block_of[name]])
@@ -137,6 +133,16 @@ class BlockPool:
         self._leased.pop(block, None)
         self._free.append(block)
 
+    def forget(self, name: PrefixHash) -> None:
+        """Let a prefix be found no more, here and in the tiers, unless somebody holds its block."""
+        block = self._block_of.get(name)
+        if block is not None:
+            if self._holders[block]:
+                return
+            self.lose(block)
+        if self._tiers is not None:
+            self._tiers.forget(name)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError if a block is lost, counted wrongly or found under a wrong name.
 
@@ -158,9 +164,6 @@ class BlockPool:
             raise RuntimeError(f"reusable or shared without a name, or free with one: {nameless}, {shared}")
         if self._tiers is not None:
             self._tiers.check_integrity()
-
-    def _is_known(self, name: PrefixHash) -> bool:
-        return name in self._block_of or (self._tiers is not None and self._tiers.restore_ms(name) is not None)
 
     def _worth_reusing(self, names: Sequence[PrefixHash], compute_ms: float) -> int:
         """Blocks of the prefix whose reuse saves the most time; the longest of equals."""

@@ -14,6 +14,7 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_simulator.costs import MachineModel, StepCosts
 from treeserve_simulator.quiet import warnings_only
 from treeserve_verifier.config import VerifierConfig, default_threads
+from treeserve_verifier.executor import add_filled
 from treeserve_verifier.main import load_engine
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
@@ -96,13 +97,16 @@ class _Bench:
 
     def passes(self, contexts: Sequence[int], rows: Sequence[int], *, all_logits: bool = False) -> dict[int, float]:
         """Milliseconds of passes over `rows` rows of each of the sequences that have these contexts."""
-        seq_ids = [self._filled(-1 - i, context) for i, context in enumerate(contexts)]
+        blocks = self._runner.blocks
+        seq_ids = range(-len(contexts), 0)
+        for seq_id, context in zip(seq_ids, contexts, strict=True):
+            add_filled(blocks, seq_id, context)
         fastest = dict.fromkeys(rows, math.inf)
         for _ in range(_TIMES):  # all sizes in each round: a disturbance spoils a round, not a size
             for n in rows:
                 fastest[n] = min(fastest[n], self._time_ms(seq_ids, contexts, n, all_logits))
         for seq_id in seq_ids:
-            self._runner.blocks.free(seq_id)
+            blocks.free(seq_id)
         return fastest
 
     def spread(self, context: int) -> float:
@@ -110,14 +114,6 @@ class _Bench:
         apart = self.passes([context] * _SEQUENCES, [1])[1]
         together = self.passes([context], [_SEQUENCES], all_logits=True)[_SEQUENCES]
         return (apart - together) / (_SEQUENCES - 1)
-
-    def _filled(self, seq_id: int, context: int) -> int:
-        blocks = self._runner.blocks
-        blocks.add(seq_id)
-        if context:  # whatever lies there: numbers do not change how long it takes
-            blocks.reserve(seq_id, context)
-            blocks.commit(seq_id, range(context))
-        return seq_id
 
     def _time_ms(self, seq_ids: Sequence[int], contexts: Sequence[int], rows: int, all_logits: bool) -> float:
         for seq_id in seq_ids:

@@ -51,7 +51,8 @@ class Answer:
         """Take what comes of a try, until the request is over or has to be tried again.
 
         Raises:
-            UnavailableError, OverloadedError: if it failed more than `max_replays` times without a new token.
+            UnavailableError, OverloadedError: if it failed more than `max_replays` times without a new token, or may
+                wait no longer for a verifier.
             TreeserveError: whatever else a verifier answered.
         """
         while not self.is_over:
@@ -76,7 +77,6 @@ class Answer:
             self.verifier_id,
             self._cached_tokens,
             self._stats.steps,
-            self._stats.drafted,
             self._stats.accepted,
             self._replays,
         )
@@ -107,7 +107,7 @@ class Answer:
             case Shed(error):
                 raise error
             case Stranded():
-                return UnavailableError("no verifier can take the request")
+                raise UnavailableError("no verifier can take the request")
             case _:
                 pass
         return None

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeserve_simulator.percentiles import percentiles
 from treeserve_simulator.record import Record
-from treeserve_simulator.report import percentiles
 from treeserve_simulator.simulation import simulate
 from treeserve_simulator.systems import Cluster, System
 from treeserve_simulator.trace import TraceRequest
@@ -65,7 +65,7 @@ def compare(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Record]) 
         ]
         if not pairs:
             raise ValueError(f"no request has a {name}")
-        ours, theirs = (percentiles([pair[side] for pair in pairs])[percentile] for side in (0, 1))
+        ours, theirs = (percentiles(pair[side] for pair in pairs)[percentile] for side in (0, 1))
         assert ours is not None and theirs is not None  # there are pairs
         comparisons.append(Comparison(f"{name} {percentile}", ours, theirs))
     return comparisons

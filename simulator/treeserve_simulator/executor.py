@@ -10,7 +10,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
 from treeserve_simulator.costs import MachineModel, PassRows
 from treeserve_simulator.text import Text
-from treeserve_verifier.executor import ExecutedStep, PlainRun, StepResult
+from treeserve_verifier.executor import ExecutedStep, PlainRun, StepResult, plain_step_after, reserve_next
 from treeserve_verifier.planner import PlannedSequence, StepPlan
 
 
@@ -47,8 +47,8 @@ class SimulatedExecutor:
         """As `StepExecutor.run`: a step and plain ones after it, while the event loop goes on."""
         asyncio.get_running_loop().call_soon(meanwhile)
         steps = [await self._run(plan)]
-        while len(steps) <= then.steps and then.may_go_on() and self._reserve_next(steps[-1]):
-            steps.append(await self._run(_plain_step_after(steps[-1])))
+        while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._blocks, steps[-1]):
+            steps.append(await self._run(plain_step_after(steps[-1])))
         return steps
 
     async def _run(self, plan: StepPlan) -> ExecutedStep:
@@ -99,23 +99,3 @@ class SimulatedExecutor:
             start = self._blocks.computed_len(seq_id)
             rows = planned.sequence.tokens[start : start + planned.chunk]
         self._blocks.commit(seq_id, kept, [rows[node] for node in kept] if self._blocks.shares(seq_id) else ())
-
-    def _reserve_next(self, step: ExecutedStep) -> bool:
-        """Reserve a position for every sequence of a step, if all of them go on and there is room."""
-        seq_ids = [result.planned.sequence.seq_id for result in step.results if result.goes_on]
-        if len(seq_ids) < len(step.results) or len(seq_ids) > self._blocks.free_blocks:
-            return False
-        for seq_id in seq_ids:
-            self._blocks.reserve(seq_id, 1)
-        return True
-
-
-def _plain_step_after(step: ExecutedStep) -> StepPlan:
-    roots = [(result.planned.sequence, result.outcome) for result in step.results]
-    return StepPlan(
-        tuple(
-            PlannedSequence(sequence, 1, TokenTree.root_only(outcome.token_ids[-1]))
-            for sequence, outcome in roots
-            if outcome is not None
-        )
-    )

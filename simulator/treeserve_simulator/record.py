@@ -21,7 +21,7 @@ class Record:
         first_token_s: None if no token came.
         tokens: output tokens that came.
         cached_tokens: prompt tokens that were not computed because a verifier still held them.
-        steps, drafted, accepted: of its verify steps.
+        steps, accepted: of its verify steps.
         replays: times it was queued again.
     """
 
@@ -34,7 +34,6 @@ class Record:
     verifier_id: str = ""
     cached_tokens: int = 0
     steps: int = 0
-    drafted: int = 0
     accepted: int = 0
     replays: int = 0
 

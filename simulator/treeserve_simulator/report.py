@@ -1,18 +1,16 @@
-"""What a system made of a trace, in figures: percentiles, attainment and goodput, by class and in all."""
+"""What a system made of a trace, in figures: percentiles, attainment and throughput, by class and in all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from treeserve_core.qos import QosPolicy
 from treeserve_core.sampling import ServiceClass
+from treeserve_simulator.percentiles import PERCENTILES, percentiles
 from treeserve_simulator.record import Record
 from treeserve_simulator.simulation import Outcome
 
-PERCENTILES = (50, 95, 99)
 Policies = Mapping[ServiceClass, QosPolicy]
 
 
@@ -28,11 +26,11 @@ def figures(records: Sequence[Record], policies: Policies, window_s: float) -> d
     """What requests got.
 
     Args:
-        window_s: how long requests arrived; goodput and throughput are per second of it.
+        window_s: how long requests arrived; what is per second is per second of it.
 
     Returns:
-        requests, violations (targets missed, refused or failed), attainment (the share that is no violation), goodput
-        (requests a second that met all their targets), tokens_per_s, outcomes, and percentiles of ttft_ms and tpot_ms.
+        requests, violations (targets missed, refused or failed), attainment (the share that is no violation), met_per_s
+        (requests that met all their targets), tokens_per_s, outcomes, and percentiles of ttft_ms and tpot_ms.
     """
     met = sum(meets_targets(record, policies) for record in records)
     outcomes = [record.outcome for record in records]
@@ -41,20 +39,14 @@ def figures(records: Sequence[Record], policies: Policies, window_s: float) -> d
         "requests": len(records),
         "violations": len(records) - met,
         "attainment": met / len(records) if records else None,
-        "goodput": met / window_s if window_s else None,
+        "met_per_s": met / window_s if window_s else None,
         "tokens_per_s": sum(r.tokens for r in records) / window_s if window_s else None,
         "outcomes": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
-        "ttft_ms": percentiles([r.ttft_ms for r in records]),
-        "tpot_ms": percentiles([r.tpot_ms for r in records]),
+        "ttft_ms": percentiles(r.ttft_ms for r in records),
+        "tpot_ms": percentiles(r.tpot_ms for r in records),
         "acceptance_length": _ratio(sum(r.steps + r.accepted for r in records), sum(r.steps for r in records)),
         "prefix_hit_rate": _ratio(sum(r.cached_tokens for r in records), prompt_tokens),
     }
-
-
-def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
-    """p50, p95 and p99 of the values that are there; None each if there are none."""
-    there = [value for value in values if value is not None]
-    return {f"p{q}": float(np.percentile(there, q)) if there else None for q in PERCENTILES}
 
 
 def report(outcome: Outcome, policies: Policies) -> dict[str, Any]:
@@ -80,7 +72,7 @@ def report(outcome: Outcome, policies: Policies) -> dict[str, Any]:
 
 def table(reports: Sequence[Mapping[str, Any]]) -> str:
     """The figures that matter most in aligned columns: a line for each system and class."""
-    head = ("system", "class", "requests", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99", "attained", "goodput/s")
+    head = ("system", "class", "requests", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99", "attained", "met/s")
     lines = [head, *(_line(each["system"], *ours) for each in reports for ours in _parts(each))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("  ".join(_padded(line, widths)) for line in lines)
@@ -104,7 +96,7 @@ def _line(system: str, name: str, ours: Mapping[str, Any]) -> tuple[str, ...]:
         str(ours["requests"]),
         *("-" if value is None else f"{value:.1f}" for value in latencies),
         f"{ours['attainment']:.1%}",
-        "-" if ours["goodput"] is None else f"{ours['goodput']:.3g}",
+        "-" if ours["met_per_s"] is None else f"{ours['met_per_s']:.3g}",
     )
 
 

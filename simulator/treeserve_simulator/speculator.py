@@ -21,9 +21,6 @@ class SimulatedSpeculator:
     Args:
         texts: by request id, what each sequence will say.
         propose: takes a handle and its tree at the verifier.
-
-    Attributes:
-        trees: drawn so far.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class SimulatedSpeculator:
         self._propose = propose
         self._sequences: dict[int, Sequence] = {}
         self._free_at = 0.0
-        self.trees = 0
 
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         """A sequence to draft for."""
@@ -69,7 +65,6 @@ class SimulatedSpeculator:
         sequence = self._sequences.get(handle)
         if sequence is None:
             return
-        self.trees += 1
         tree = self._texts[sequence.submission.request_id].tree(base, budget, self._max_depth)
         with contextlib.suppress(StaleBaseError, NotFoundError):  # it came too late
             self._propose(handle, DraftProposal(base, tree))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.qos import DEFAULT_POLICIES, QosPolicy
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.config import RouterConfig
@@ -47,6 +48,13 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
         ),
     }
 )
+
+
+def find_system(name: str) -> System:
+    """The one of that name. Raises InvalidArgumentError if there is none."""
+    if name not in SYSTEMS:
+        raise InvalidArgumentError("system", f"there is no {name!r}, only {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
 
 
 @dataclass(frozen=True)

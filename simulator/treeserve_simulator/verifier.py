@@ -18,7 +18,7 @@ from treeserve_simulator.speculator import SimulatedSpeculator
 from treeserve_simulator.text import IDENTITY, Text
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.cost_model import MOST_MEASURED_CONTEXT, CostModel
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import ExecutedStep, StepExecutor
@@ -27,11 +27,9 @@ from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
-from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.server import ServicerContext
 
-_MEASURED_CONTEXT = 1024
 _NO_TOKENIZER = cast("Tokenizer", None)  # only stop strings need one, and a trace has none
 
 
@@ -52,9 +50,6 @@ class SimulatedVerifier:
         texts: by request id, what each sequence will say.
         tasks: where its work runs: what fails there fails the simulation.
         speculates: whether a speculator is attached.
-
-    Attributes:
-        ended: sequences that left it.
     """
 
     def __init__(
@@ -67,11 +62,10 @@ class SimulatedVerifier:
         speculates: bool,
     ) -> None:
         clock = asyncio.get_running_loop().time
-        cost = CostModel.measure(machine.costs.logits_pass_ms, machine.costs.prefill_pass_ms, _MEASURED_CONTEXT)
+        cost = CostModel.measure(machine.costs.logits_pass_ms, machine.costs.prefill_pass_ms, MOST_MEASURED_CONTEXT)
         planner = StepPlanner(config, CostModel.free_rows() if config.draft_always else cost)
         self.blocks = BlockManager(config.kv_tokens // config.block_size, config.block_size, clock=clock)
         self.executor = SimulatedExecutor(machine, self.blocks, texts)
-        self.ended = 0
         self._network_s = machine.overheads.network_ms / 1e3
         self._desk = DraftDesk(
             clock,
@@ -79,9 +73,7 @@ class SimulatedVerifier:
             lambda s: planner.draft_budget(s, len(self.scheduler), self.scheduler.slack_ms(s)),
             lambda: planner.prices(len(self.scheduler.running)),
         )
-        self.scheduler = Scheduler(
-            config, self.blocks, self._sequence_ended, clock, token_ms=lambda: cost.prefill_ms(1, 0)
-        )
+        self.scheduler = Scheduler(config, self.blocks, self._desk.close, clock, token_ms=lambda: cost.prefill_ms(1, 0))
         self._loop = VerifyLoop(
             self.scheduler,
             self._desk,
@@ -118,7 +110,3 @@ class SimulatedVerifier:
 
         outbox = SimulatedSpeculator(machine.overheads, texts, max_depth, propose)
         attached = self._loop.attach("speculator", ("simulated",), outbox, wants_top_tokens=False)
-
-    def _sequence_ended(self, sequence: Sequence) -> None:
-        self.ended += 1
-        self._desk.close(sequence)

@@ -156,9 +156,9 @@ class TestRouter:
         newer = VerifierState(
             "host:b", "b", 100, 4, 3, total_blocks=9, free_blocks=1, acceptance_rules=frozenset(AcceptanceRule)
         )
-        assert place(lossy, [older, newer]) == newer
-        assert place(lossy, [older]) is None
-        assert place(ticket(AcceptanceRule.REPLAY), [older]) == older
+        assert place(lossy, [older, newer], lambda _: True) == newer
+        assert place(lossy, [older], lambda _: True) is None
+        assert place(ticket(AcceptanceRule.REPLAY), [older], lambda _: True) == older
 
 
 def ticket(rule: AcceptanceRule) -> Ticket:

@@ -8,7 +8,9 @@ import pytest
 from support.verifier_peers import RouterPeer, SpeculatorPeer, running_verifier
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
+from treeserve_speculator.colocated import ColocatedDrafter
 
 LOOPING = [10, 20, 30, 10, 20, 30, 10, 20, 30, 10]
 SOURCES = ("ngram", "suffix")
@@ -46,6 +48,34 @@ async def test_a_speculator_beside_it_is_merged_with(tiny_model: Path, tmp_path:
         assert output.token_ids == truth
         assert output.end is not None
         assert output.end.speculation.accepted >= len(truth) / 2, "the speculator knows all"
+
+
+@pytest.mark.parametrize("method", ["assign", "draft", "commit", "learn", "release", "is_due", "a wrong tree"])
+async def test_one_that_raises_costs_nothing_but_speed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    calls: list[str] = []
+
+    def fails(*args: object, **options: object) -> None:
+        calls.append(method)
+        raise OSError("no room left on the device")
+
+    def drafts_for_a_stranger(*args: object) -> list[tuple[int, DraftProposal]]:
+        calls.append(method)
+        return [(99, DraftProposal(1, TokenTree.chain([1, 2])))]
+
+    async with running_verifier(tiny_model, tmp_path, colocated_sources=SOURCES) as running:
+        async with RouterPeer(running.address) as router:
+            plain = await router.generate(1, LOOPING, speculate=False)
+            if method == "a wrong tree":
+                monkeypatch.setattr(ColocatedDrafter, "draft", drafts_for_a_stranger)
+            else:
+                monkeypatch.setattr(ColocatedDrafter, method, property(fails) if method == "is_due" else fails)
+            outputs = [await router.generate(handle, LOOPING) for handle in (2, 3, 4)]
+        assert [output.token_ids for output in outputs] == [plain.token_ids] * 3
+        assert calls == [method], "it is not called again"
+        assert outputs[-1].end is not None and outputs[-1].end.speculation.drafted == 0
+        running.check_all_blocks_free()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def options(handle: int) -> dict[str, Any]:
         "temperature": 1.0,
         "seed": handle,
         "repetition_penalty": 1.2,
-        "max_tokens": 12 if is_urgent else 70,
+        "max_tokens": 6 if is_urgent else 90,
         "level": REALTIME if is_urgent else BATCH,
         "submit": {"preemptible": not is_urgent},
     }
@@ -74,6 +74,20 @@ async def test_an_urgent_sequence_overtakes_a_full_verifier(tiny_model: Path, tm
         assert not any(output.finished.is_set() for output in running)
 
 
+@pytest.mark.parametrize("last", [REALTIME, BATCH])
+async def test_all_places_are_offered_and_the_last_is_for_a_realtime_sequence(
+    tiny_model: Path, tmp_path: Path, last: dict[str, Any]
+) -> None:
+    places = {"max_sequences": 2, "reserved_sequences": 1}
+    async with running_verifier(tiny_model, tmp_path, **places) as running, RouterPeer(running.address) as router:
+        assert router.welcome is not None and router.welcome.max_sequences == 3
+        for handle, level in enumerate((BATCH, BATCH, last), 1):
+            output = await router.submit(handle, PROMPT, max_tokens=200, level=level)
+        await asyncio.wait_for(output.finished.wait(), 20)
+        all_ran = any(load.sequences == 3 and load.waiting == 0 for load in router.loads)
+        assert all_ran == (last is REALTIME)
+
+
 async def test_the_load_says_how_fast_the_verifier_is(tiny_model: Path, tmp_path: Path) -> None:
     async with running_verifier(tiny_model, tmp_path) as running, RouterPeer(running.address) as router:
         assert router.welcome is not None and router.welcome.block_size == 16
@@ -83,7 +97,7 @@ async def test_the_load_says_how_fast_the_verifier_is(tiny_model: Path, tmp_path
         await until(lambda: router.loads[-1].sequences == 0)
         load = router.loads[-1]
         assert 0.01 < load.step_ms < 1000.0 and load.prefill_tokens_per_s > 100.0
-        assert load.cached_blocks == (5 * 20 + 20 - 1) // 16 and load.waiting == load.preemptible == 0
+        assert load.waiting == load.preemptible == 0
 
 
 async def test_a_sequence_says_how_much_of_its_prompt_was_there(tiny_model: Path, tmp_path: Path) -> None:

@@ -82,6 +82,19 @@ async def test_refused_requests_cost_nothing(valkey: ValkeyServer) -> None:
         assert _tokens_left(valkey) == before
 
 
+async def test_what_the_queue_refuses_is_given_back_at_all_routers(valkey: ValkeyServer) -> None:
+    async with routers(valkey, TenantPolicy(requests_per_minute=2, tokens_per_minute=600), 2) as (one, two):
+        for _ in range(3):
+            with pytest.raises(OverloadedError, match="full"):
+                async with one.admitted(ACME, 600):
+                    raise OverloadedError("full", 1.0, "queue_requests")
+            one.settle()
+            await until(lambda: _tokens_left(valkey) == 600)
+        await admit(two, 300)
+        await admit(one, 300)
+        assert (await refusal(two)).cause == "quota_requests"
+
+
 async def test_a_prompt_of_more_than_a_minute_gives_needs_a_full_bucket(valkey: ValkeyServer) -> None:
     async with routers(valkey, TenantPolicy(tokens_per_minute=600)) as (quota,):
         await admit(quota, 5000)

@@ -244,7 +244,7 @@ class TestDrainingVerifier:
         self, rig: RouterRig, first: FakeVerifier, second: FakeVerifier
     ) -> None:
         undisturbed = await rig.generate(request())
-        await second.report(total_blocks=100, free_blocks=0)
+        await second.report(sequences=1, total_blocks=100, free_blocks=0)
         first.hold_at = 5
         running = asyncio.create_task(rig.generate(request()))
         await until(lambda: first.frames >= 5 + 30)

@@ -246,6 +246,24 @@ async def test_urgent_work_gets_into_a_full_queue(verifier: FakeVerifier, tmp_pa
         assert sorted(batch.result().status_code for batch in batches) == [200, 429]
 
 
+async def test_what_the_queue_refuses_costs_no_quota(verifier: FakeVerifier, tmp_path: Path) -> None:
+    verifier.welcome.max_sequences = 1
+    quotas = {"*": TenantPolicy(requests_per_minute=4, tokens_per_minute=10_000)}
+    async with serving(verifier, tmp_path, max_queued_requests=1, tenants=quotas) as (rig, http):
+        async with full_verifier(verifier, rig) as tasks:
+            displaced = asyncio.create_task(over_http(http, service_class="batch"))
+            await _waiting(rig, 1)
+            tasks.append(asyncio.create_task(rig.generate(request(INTERACTIVE))))
+            assert (await displaced).status_code == 429
+            for _ in range(3):
+                error = await refusal(rig, request(BATCH))
+                assert detail(error, error_details_pb2.ErrorInfo()).metadata["cause"] == "queue_requests"
+        for _ in range(2):
+            await rig.generate(request())
+        error = await refusal(rig, request())
+        assert detail(error, error_details_pb2.ErrorInfo()).metadata["cause"] == "quota_requests"
+
+
 async def _order(verifier: FakeVerifier, rig: RouterRig, asks: Sequence[tuple[str, ServiceClass]]) -> list[str]:
     """The order in which waiting requests (tenant, class) are dispatched."""
     async with full_verifier(verifier, rig) as tasks:

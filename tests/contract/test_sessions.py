@@ -39,17 +39,18 @@ class TestSessions:
         async with connected_link(valkey) as link, connected_link(valkey) as another:
             here, there = (Sessions(each, 60, Clock()) for each in (link, another))
             turn = await here.begin_turn(KEY)
-            assert (turn.verifier_id, turn.num_tokens) == ("", 0)
+            assert turn.verifier_id == ""
             assert abs(turn.epoch - time.time() * 1000) < 60_000
             epochs = [turn.epoch]
             for n in range(3):
-                here.end_turn(KEY, Turn(epochs[-1], f"verifier-{n}", 10 + n))
+                here.end_turn(KEY, Turn(epochs[-1], f"verifier-{n}"))
                 key = KEY.redis_key
-                await until(lambda key=key, n=n: client(valkey).hget(key, "tokens") == str(10 + n))
+                await until(lambda key=key, n=n: client(valkey).hget(key, "verifier_id") == f"verifier-{n}")
                 turn = await there.begin_turn(KEY)
-                assert (turn.verifier_id, turn.num_tokens) == (f"verifier-{n}", 10 + n)
+                assert turn.verifier_id == f"verifier-{n}"
                 epochs.append(turn.epoch)
             assert epochs == sorted(set(epochs))
+            assert set(client(valkey).hkeys(KEY.redis_key)) == {"epoch", "verifier_id"}
 
     async def test_epochs_of_racing_routers_are_all_different_and_grow(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as a, connected_link(valkey) as b, connected_link(valkey) as c:
@@ -82,17 +83,17 @@ class TestSessions:
         async with connected_link(valkey) as link:
             sessions = Sessions(link, 60, Clock())
             old, new = await sessions.begin_turn(KEY), await sessions.begin_turn(KEY)
-            sessions.end_turn(KEY, Turn(new.epoch, "new", 2))
+            sessions.end_turn(KEY, Turn(new.epoch, "new"))
             await until(lambda: client(valkey).hget(KEY.redis_key, "verifier_id") == "new")
-            sessions.end_turn(KEY, Turn(old.epoch, "old", 1))
-            sessions.end_turn(SessionKey("tenant", "later"), Turn(1, "x", 1))  # written after it
+            sessions.end_turn(KEY, Turn(old.epoch, "old"))
+            sessions.end_turn(SessionKey("tenant", "later"), Turn(1, "x"))  # written after it
             await until(lambda: client(valkey).dbsize() == 2)
             assert (await sessions.begin_turn(KEY)).verifier_id == "new"
 
     async def test_tenants_do_not_share_sessions(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
             sessions = Sessions(link, 60, Clock())
-            sessions.end_turn(KEY, Turn((await sessions.begin_turn(KEY)).epoch, "mine", 1))
+            sessions.end_turn(KEY, Turn((await sessions.begin_turn(KEY)).epoch, "mine"))
             await until(lambda: client(valkey).hget(KEY.redis_key, "verifier_id"))
             assert (await sessions.begin_turn(SessionKey("another", "s"))).verifier_id == ""
 
@@ -108,8 +109,8 @@ class TestSessions:
         clock = Clock()
         sessions = Sessions(None, 60, clock)
         assert await sessions.begin_turn(KEY) == Turn()
-        sessions.end_turn(KEY, Turn(0, "v", 7))
-        assert await sessions.begin_turn(KEY) == Turn(0, "v", 7)
+        sessions.end_turn(KEY, Turn(0, "v"))
+        assert await sessions.begin_turn(KEY) == Turn(0, "v")
         assert await sessions.begin_turn(SessionKey("another", "s")) == Turn()
         clock.now = 61
         assert await sessions.begin_turn(KEY) == Turn()
@@ -118,9 +119,9 @@ class TestSessions:
         async with connected_link(valkey) as link:
             sessions = Sessions(link, 60, Clock())
             turn = await sessions.begin_turn(KEY)
-            sessions.end_turn(KEY, Turn(turn.epoch, "v", 7))
+            sessions.end_turn(KEY, Turn(turn.epoch, "v"))
             valkey.stop()
-            assert await sessions.begin_turn(KEY) == Turn(0, "v", 7)
+            assert await sessions.begin_turn(KEY) == Turn(0, "v")
 
 
 class TestPrefixLocations:
@@ -200,7 +201,7 @@ class TestKeys:
                 sessions, book = Sessions(link, 60, Clock()), PrefixLocations(link, 60, Clock())
                 turn = await sessions.begin_turn(KEY)
                 assert turn.epoch > 0
-                sessions.end_turn(KEY, Turn(turn.epoch, "v", 1))
+                sessions.end_turn(KEY, Turn(turn.epoch, "v"))
                 book.note(NAMES, "v")
                 others = PrefixLocations(link, 60, Clock())
                 assert await eventually(lambda: others.find(NAMES)) == {"v": 24}
@@ -213,7 +214,7 @@ class TestKeys:
             evil = SessionKey("tenant", "{evil}:*\n")
             turn = await sessions.begin_turn(evil)
             check_keys(valkey, 60_000)
-            sessions.end_turn(evil, Turn(turn.epoch, "verifier-1", 3))
+            sessions.end_turn(evil, Turn(turn.epoch, "verifier-1"))
             book.note(NAMES, "verifier-1")
             num_landmarks = len(list(landmarks(len(NAMES))))
             await until(lambda: client(valkey).dbsize() == 1 + num_landmarks)

@@ -109,6 +109,25 @@ async def test_an_error_of_the_server_raises_nothing(valkey: ValkeyServer) -> No
         await until(lambda: link.is_up)
 
 
+async def test_a_crowd_of_calls_does_not_open_the_breaker(valkey: ValkeyServer) -> None:
+    async with running_link(valkey.connection_url, 3600) as link:
+        await until(lambda: link.is_up)
+        client(valkey).set("key", "value")
+        assert await asyncio.gather(*(get(link) for _ in range(300))) == [b"value"] * 300
+        assert (link.is_up, link.times_found) == (True, 1)
+        assert client(valkey).info("clients")["connected_clients"] <= 20
+
+
+async def test_a_call_that_finds_no_connection_free_is_given_up(valkey: ValkeyServer) -> None:
+    seconds: list[float] = []
+    async with running_link(valkey.connection_url, 3600, observe_s=seconds.append, call_timeout_s=0.5) as link:
+        await until(lambda: link.is_up)
+        calls = (link.ask(lambda redis: redis.blpop("nothing", 60)) for _ in range(17))
+        assert await asyncio.gather(*calls) == [None] * 17
+        assert max(seconds) < 5.0
+        assert not link.is_up
+
+
 async def test_background_writes_are_finished_on_close(valkey: ValkeyServer) -> None:
     async with connected_link(valkey) as link:
         for n in range(20):

@@ -11,6 +11,7 @@ import pytest
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
 from support.router_rig import RouterRig, load_tokenizer, running_router
 from support.verifier_peers import RouterPeer, SpeculatorPeer, running_verifier
+from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
 from treeserve.inference.v1 import inference_pb2 as pb
@@ -60,6 +61,27 @@ async def test_without_a_gateway_all_requests_are_one_tenants_whatever_they_say(
     async with fake_verifiers(verifier), running_router(tmp_path, tokenizer, [verifier]) as rig:
         labels = [await _label(rig, verifier, metadata) for metadata in ((), ((HEADER, "acme"),))]
     assert labels[0] == labels[1] == tenant_label("") != ""
+
+
+async def test_two_tenants_may_use_the_same_request_id_at_once(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path)
+    verifier = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
+    request = pb.GenerateRequest(
+        prompt="one", request_id="mine", stopping=common.StoppingCriteria(max_tokens=6, ignore_eos=True)
+    )
+    async with (
+        fake_verifiers(verifier),
+        running_router(tmp_path, tokenizer, [verifier], tenant_header=HEADER) as rig,
+    ):
+        verifier.hold_at = 3
+        running = []
+        for tenant in ("acme", "other", "other"):
+            running.append(asyncio.create_task(rig.generate(request, metadata=((HEADER, tenant),))))
+            await until(lambda: len(verifier.submits) == len(running))
+        await until(lambda: running[1].done())
+        verifier.hold_at = None
+        reasons = [each.finished.reason for each in await asyncio.gather(*running) if each.finished is not None]
+    assert reasons == [common.FINISH_REASON_LENGTH, common.FINISH_REASON_CANCELLED, common.FINISH_REASON_LENGTH]
 
 
 async def test_the_label_travels_from_the_verifier_to_the_speculators_sequence(

@@ -22,7 +22,9 @@ from treeserve_core.identity import ModelIdentity
 from treeserve_core.outcome import FinishReason
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_router.admission import RouterRequest
+from treeserve_router.batcher import Batcher
 from treeserve_router.mailbox import Ended, Lost, Mailbox, Placed, SequenceEvent, Tokens
+from treeserve_router.placement import VerifierState
 from treeserve_router.pool import VerifierPool
 from treeserve_router.queue import Ticket
 from treeserve_router.verifier_link import VerifierLink
@@ -148,6 +150,11 @@ async def test_cancelling_reaches_the_verifier_once(verifier: FakeVerifier) -> N
         assert len(verifier.submits) == 1
 
 
+def has_room(state: VerifierState) -> bool:
+    """For a ticket, where no class reserves places."""
+    return Batcher({}).has_room(ticket(), state)
+
+
 async def test_load_reports_and_room(verifier: FakeVerifier) -> None:
     async with running_link(verifier) as link:
         await until(lambda: link.state)
@@ -155,14 +162,14 @@ async def test_load_reports_and_room(verifier: FakeVerifier) -> None:
         await until(lambda: link.state is not None and link.state.total_blocks == 8)
         state = link.state
         assert state is not None
-        assert (state.sequences, state.free_blocks, state.has_room) == (3, 2, True)
+        assert (state.sequences, state.free_blocks, has_room(state)) == (3, 2, True)
         verifier.hold_at = 1
         link.submit(ticket())
         assert link.state is not None
-        assert (link.state.sequences, link.state.has_room) == (4, False)  # counted before the next report
+        assert (link.state.sequences, has_room(link.state)) == (4, False)  # counted before the next report
         await verifier.report(sequences=1, free_blocks=0, total_blocks=8)
         await until(lambda: link.state is not None and link.state.sequences == 1)
-        assert not link.state.has_room  # no block is free
+        assert not has_room(link.state)  # no block is free
         await verifier.report(free_blocks=8, total_blocks=8, draining=True)
         await until(lambda: link.state is not None and link.state.draining)
         assert not link.state.can_serve(ticket())
@@ -178,8 +185,8 @@ async def test_a_refusal_holds_off_for_a_while(verifier: FakeVerifier, error: Tr
         (last,) = [event for event in await collect(mine) if isinstance(event, Ended)]
         assert isinstance(last.error, type(error))
         assert link.state is not None
-        assert not link.state.has_room
-        await until(lambda: link.state is not None and link.state.has_room)
+        assert not has_room(link.state)
+        await until(lambda: link.state is not None and has_room(link.state))
 
 
 async def test_a_broken_stream_loses_its_sequences_and_comes_back(verifier: FakeVerifier) -> None:

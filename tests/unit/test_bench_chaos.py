@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.chaos import probe
+from benchmarks.chaos import probe, run
 from benchmarks.chaos.disturbances import FULL, SHORT
-from benchmarks.chaos.probe import RouterCounters
+from benchmarks.chaos.probe import Holdings, RouterCounters
+from benchmarks.chaos.run import Outcome
 from benchmarks.chaos.traffic import Trace
 from benchmarks.chaos.verdict import judge, recovery_ms
 from benchmarks.chaos.workload import cases
+from benchmarks.peers.peer import Settings
 from treeserve_client.types import Completion, SpeculationStats, Timing, Usage
 
+SETTINGS = Settings("m.gguf", "m", "cache", "tools", 1, 4096, 8)
 TOKENS = (5, 6, 7, 8)
 EXPECTED = Completion(
     TOKENS, "text", (), "length", None, Usage(3, 4), SpeculationStats(), Timing(ttft_ms=1.0, tpot_ms=1.0, e2e_ms=4.0)
@@ -73,6 +77,22 @@ def test_recovery_is_reported_by_kind() -> None:
     table = recovery_ms([fast, slow], [("kill router", 10.0), ("kill router", 20.0), ("pause valkey", 20.0)])
     assert table["kill router"] == {"times": 2, "streams": 4, "p50": 1000.0, "max": 2000.0}
     assert table["pause valkey"] == {"times": 1, "streams": 2, "p50": 1000.0, "max": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("held", "exit_status"), [(Holdings(0, 0), 0), (Holdings(sequences=0, blocks=3), 1), (Holdings(1, blocks=0), 1)]
+)
+def test_a_run_fails_if_a_verifier_holds_anything_at_the_end(
+    held: Holdings, exit_status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recovery = {"kill router": {"times": 1, "streams": 0, "p50": 0.0, "max": 0.0}}
+
+    async def ran(_base: object, _plan: object) -> Outcome:
+        return Outcome(judge([trace()], {0: EXPECTED}), recovery, (Holdings(0, 0), held), {})
+
+    monkeypatch.setattr(run, "_run", ran)
+    monkeypatch.setattr(run, "make_settings", lambda threads, max_batch: SETTINGS)
+    assert run.main(["--quick", "--json", str(tmp_path / "chaos.json")]) == exit_status
 
 
 async def test_counters_survive_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

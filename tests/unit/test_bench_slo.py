@@ -24,6 +24,7 @@ from benchmarks.slo.targets import MULTIPLES, Multiple, Target, median_target, p
 from benchmarks.slo.trace import CLASSES, MIX, make_trace, poisson_times
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.config import RouterConfig
+from treeserve_simulator.percentiles import percentiles
 from treeserve_simulator.trace import TraceRequest
 from treeserve_wire.config import load_config
 
@@ -152,9 +153,9 @@ def test_figures_by_class_judge_each_by_its_own_targets() -> None:
 
 
 def test_percentiles_leave_out_what_is_missing() -> None:
-    assert score.percentiles([None, 1.0, 3.0])["p50"] == 2.0
-    assert score.percentiles([1.0 * i for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
-    assert score.percentiles([None]) == {"p50": None, "p95": None, "p99": None}
+    assert percentiles([None, 1.0, 3.0])["p50"] == 2.0
+    assert percentiles([1.0 * i for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert percentiles([None]) == {"p50": None, "p95": None, "p99": None}
 
 
 def test_the_knee_is_the_highest_load_that_the_best_baseline_bears() -> None:

@@ -83,6 +83,21 @@ def test_every_router_that_knows_something_is_asked(answers: dict[str, Any]) -> 
     assert result.stdout.count("router-1") == 2
 
 
+def test_a_router_that_cannot_be_asked_does_not_hide_what_others_know(answers: dict[str, Any]) -> None:
+    answers |= {"a:1": Unavailable("no route"), "b:1": EXPLANATION, "c:1": NotFound("not here")}
+    result = invoke("--address", "a:1,b:1,c:1")
+    assert result.exit_code == 0
+    assert result.stdout.count("router-1") == 1
+    assert result.stderr == "treeserve: a:1: no route\n"
+
+
+def test_where_nobody_knows_it_the_router_that_could_not_be_asked_is_the_reason(answers: dict[str, Any]) -> None:
+    answers |= {"a:1": NotFound("not here"), "b:1": Unavailable("no route"), "c:1": NotFound("not here")}
+    result = invoke("--address", "a:1,b:1,c:1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("treeserve: no route (is `treeserve up` running")
+
+
 def test_json_is_one_object_for_each_router(answers: dict[str, Any]) -> None:
     answers["localhost:50051"] = EXPLANATION
     told = json.loads(invoke("--json").stdout)

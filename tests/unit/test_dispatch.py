@@ -209,13 +209,27 @@ def test_withdrawing_works_at_every_stage() -> None:
 
 def test_a_second_run_goes_elsewhere_at_once_or_not_at_all() -> None:
     bench = Bench(2)
-    waiting, second, third = ticket(), ticket(is_replay=True), ticket(is_replay=True)
+    waiting, second, third, urgent = ticket(), *(ticket(c, is_replay=True) for c in (STANDARD, STANDARD, REALTIME))
     bench.fill(0)
     bench.pool.verifiers[1].report(sequences=3)
     bench.submit(waiting)
     assert bench.place_of(waiting) == ""  # the last place is kept
-    assert bench.dispatcher.place_now(second, avoiding="a")
+    assert not bench.dispatcher.place_now(second, avoiding="a")
+    bench.pool.verifiers[1].report(sequences=2)
+    assert bench.dispatcher.place_now(second, avoiding="a")  # before what waits in the queue
     assert bench.place_of(second) == "b"
     assert not bench.dispatcher.place_now(third, avoiding="a")
+    assert bench.dispatcher.place_now(urgent, avoiding="a")
+    assert bench.place_of(urgent) == "b"
+    assert not bench.dispatcher.place_now(ticket(REALTIME, is_replay=True), avoiding="a")
     bench.dispatcher.suspect(second)
     assert bench.pool.verifiers[1].state.holding_off
+
+
+def test_a_second_run_needs_the_kv_blocks_of_its_prompt_and_output() -> None:
+    bench = Bench(2)
+    second = ticket(prompt_tokens=20, generated=(1,) * 13, is_replay=True)  # three blocks of 16, and one
+    bench.pool.verifiers[1].report(sequences=1, free_blocks=3)
+    assert not bench.dispatcher.place_now(second, avoiding="a")
+    bench.pool.verifiers[1].report(sequences=1, free_blocks=4)
+    assert bench.dispatcher.place_now(second, avoiding="a")

@@ -207,8 +207,8 @@ def test_a_step_waits_only_while_the_trees_are_expected_to_save_more() -> None:
 def test_what_waiting_costs_all_is_weighed_against_what_the_trees_bring_together() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
-    speculator.latency_s = 0.005
     sequences = [bench.open(make_sequence()) for _ in range(2)]
+    speculator.latency_s = 0.005
     assert bench.waits(sequences[0]) == 0.0, "one tree saves 4 ms"
     assert bench.waits(*sequences) == pytest.approx(0.008)
     bench.now += 0.005
@@ -402,3 +402,26 @@ def test_what_drafts_here_stands_beside_speculators_with_the_same_sources() -> N
     bench.desk.open(sequence)
     assert here.sequences == there.sequences == {1: sequence}
     assert bench.desk.speculators == (there,), "nobody counts it as a speculator"
+
+
+def test_what_drafts_here_leaves_many_sequences_to_speculators() -> None:
+    bench = Bench()
+    here = bench.desk.attach("here", ("ngram",), Outbox(), wants_top_tokens=False, is_colocated=True)
+    sequences = [bench.open(make_sequence()) for _ in range(3)]
+    asked = set(here.asked)
+    bench.advance(sequences[0], *range(10, 50))
+    assert set(here.asked) == asked, "three are too many for it"
+    assert bench.desk.tokens_until_ask(sequences[2]) > MAX_INTERVAL, "so nothing keeps plain steps from running on"
+    bench.desk.close(sequences[1])
+    bench.advance(sequences[2], 50)
+    assert len(set(here.asked) - asked) == 1
+
+
+def test_a_fresh_sequence_is_asked_for_later_where_trees_do_not_pay() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    speculator.latency_s, speculator.saves = 0.02, 0.5
+    sequence = bench.open(make_sequence())
+    assert (speculator.eager, speculator.asked) == (0, {})
+    bench.advance(sequence, *range(10, 18))
+    assert len(speculator.asked) == 1, "but it is asked, or nobody would learn that things have changed"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
+
 import pytest
 from support.dispatching import BookedPool, Clock, ticket
 
@@ -58,6 +62,29 @@ def test_nobody_learns_of_others_requests(clock: Clock) -> None:
     log.note(unknown, DecisionKind.QUEUED)
     with pytest.raises(NotFoundError):
         log.explain(unknown.request_id, None)
+
+
+def test_two_tenants_may_use_the_same_id(clock: Clock) -> None:
+    log, mine = DecisionLog(clock, 2), ticket(BATCH, tenant="mine").request
+    theirs = replace(ticket(REALTIME, tenant="theirs").request, request_id=mine.request_id)
+    for request in (mine, theirs, mine):
+        log.note(request, DecisionKind.BLOCKED, request.tenant)
+    told = {tenant: log.explain(mine.request_id, tenant) for tenant in ("mine", "theirs")}
+    assert [told[tenant].service_class for tenant in told] == [BATCH, REALTIME]
+    assert [[(d.reason, d.repeats) for d in told[tenant].decisions] for tenant in told] == [
+        [("mine", 1)],
+        [("theirs", 0)],
+    ]
+
+
+def test_no_request_is_kept_alive(clock: Clock) -> None:
+    log, request = DecisionLog(clock, 2), ticket(BATCH, tenant="mine").request
+    log.note(request, DecisionKind.QUEUED)
+    request_id, kept = request.request_id, weakref.ref(request)
+    del request
+    gc.collect()
+    assert kept() is None
+    assert log.explain(request_id, "mine").service_class is BATCH
 
 
 def test_a_log_that_is_off_remembers_nothing_and_says_so(clock: Clock) -> None:

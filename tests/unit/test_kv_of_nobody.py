@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from support.sequences import make_sequence
+import hashlib
+from typing import Any
 
+import pytest
+from support.sequences import make_config, make_sequence
+
+from treeserve_core.sampling import SequenceLimits, ServiceClass
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.kv_room import KvRoom
+from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 
 PROMPT = tuple(range(10, 34))
@@ -47,3 +52,45 @@ def test_a_paused_sequence_of_nobody_finds_its_own_kv() -> None:
     room.enter(sequence)
     assert blocks.computed_len(sequence.seq_id) == 20
     assert sequence.cached_tokens == 0  # it was its own
+
+
+def test_a_prompt_is_hashed_once_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    blake2b = hashlib.blake2b
+
+    def counted(data: bytes, **options: Any) -> Any:
+        hashed.append(data)
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(hashlib, "blake2b", counted)
+    room, sequence = KvRoom(BlockManager(64, BLOCK_SIZE), lease_s=0.0), make_sequence(PROMPT, tenant="acme")
+    for _ in range(3):
+        assert room.fits(sequence, [])
+    room.enter(sequence)
+    assert len(hashed) == 1 + len(PROMPT) // BLOCK_SIZE, "the tenant and each block"
+
+
+@pytest.mark.parametrize("session_id", ["", "chat"])
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_what_nobody_can_find_any_more_pushes_nothing_out(session_id: str, is_paused: bool) -> None:
+    blocks = BlockManager(12, BLOCK_SIZE)
+    config = make_config(max_sequences=1, reserved_sequences=0, session_lease_s=60.0)
+    scheduler = Scheduler(config, blocks, lambda sequence: None, lambda: 0.0)
+    known, later = (make_sequence(PROMPT, tenant="acme") for _ in range(2))
+    nobodys = make_sequence(PROMPT, limits=SequenceLimits(ServiceClass.BATCH, preemptible=True), session_id=session_id)
+    urgent = make_sequence((1,), limits=SequenceLimits(ServiceClass.REALTIME))
+    for sequence in (known, nobodys):
+        scheduler.submit(sequence)
+        scheduler.admit()
+        compute(blocks, sequence)
+        if sequence is known:
+            scheduler.cancel(known)
+    if is_paused:
+        scheduler.submit(urgent)
+        assert scheduler.admit() == [urgent] and scheduler.waiting == (nobodys,)
+    scheduler.cancel(nobodys)
+    assert blocks.cached_blocks == len(PROMPT) // BLOCK_SIZE, "those of the known tenant alone"
+    blocks.add(99)
+    blocks.reserve(99, 6 * BLOCK_SIZE)
+    KvRoom(blocks, lease_s=0.0).enter(later)
+    assert later.cached_tokens == 20

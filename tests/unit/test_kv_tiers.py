@@ -46,12 +46,17 @@ def make_runner(tmp_path: Path, host: int, disk: int, num_blocks: int = 3) -> Mo
 
 
 def test_what_the_pool_has_no_room_for_comes_back_from_memory_and_then_from_disk(tmp_path: Path) -> None:
-    runner, many = make_runner(tmp_path, host=4, disk=4), texts(6)
-    for i, tokens in enumerate(many):
-        assert turn(runner, i, tokens) == 0
-    assert runner.blocks.tier_blocks == (4, 4)
-    known = [runner.blocks.cached_tokens(prefix_hashes(tokens, SIZE, "")) for tokens in many]
+    many = texts(6)
+
+    def filled() -> ModelRunner:
+        runner = make_runner(tmp_path, host=4, disk=4)
+        assert [turn(runner, i, tokens) for i, tokens in enumerate(many)] == [0] * 6
+        return runner
+
+    known = [turn(filled(), 10, tokens) for tokens in many]
     assert known == [0, 8, 8, 8, 8, 8], "pool, memory and disk together hold five texts"
+    runner = filled()
+    assert runner.blocks.tier_blocks == (4, 4)
     assert turn(runner, 10, many[1]) == 8, "from disk"
     assert turn(runner, 11, many[4]) == 8, "from memory"
     assert turn(runner, 12, many[0]) == 0
@@ -59,16 +64,17 @@ def test_what_the_pool_has_no_room_for_comes_back_from_memory_and_then_from_disk
 
 @pytest.mark.parametrize(("host", "disk", "held"), [(0, 0, 1), (2, 0, 2), (0, 2, 2), (4, 2, 4)])
 def test_tiers_are_bounded_and_may_be_left_out(tmp_path: Path, host: int, disk: int, held: int) -> None:
-    runner, many = make_runner(tmp_path, host, disk), texts(8)
-    for i, tokens in enumerate(many):
-        turn(runner, i, tokens)
-    known = [runner.blocks.cached_tokens(prefix_hashes(tokens, SIZE, "")) == 8 for tokens in many]
+    many, known = texts(8), []
+    for wanted in many:
+        runner = make_runner(tmp_path, host, disk)
+        for i, tokens in enumerate(many):
+            turn(runner, i, tokens)
+        assert sum(runner.blocks.tier_blocks) <= host + disk
+        known.append(turn(runner, 10, wanted) == 8)
     assert known == [False] * (8 - held) + [True] * held
-    assert sum(runner.blocks.tier_blocks) <= host + disk
 
 
 def test_a_block_comes_back_only_if_that_takes_less_than_computing_it() -> None:
-    names = prefix_hashes(range(16), SIZE, "")
     for compute_ms, expected in ((1.0, 16), (0.5, 16), (0.3, 8), (0.1, 8), (0.0, 8)):
         tiers = KvTiers([TierSize(2, restore_ms=0.4 * SIZE), TierSize(8, restore_ms=0.6 * SIZE)])
         blocks = BlockManager(4, SIZE, tiers=tiers)
@@ -80,7 +86,6 @@ def test_a_block_comes_back_only_if_that_takes_less_than_computing_it() -> None:
         blocks.reserve(2, 2 * SIZE)  # evicts the end of the prefix
         blocks.free(2)
         assert tiers.blocks == (2, 0)
-        assert blocks.cached_tokens(names) == 16
         cached = blocks.add(3, [*range(16), 0], compute_ms=compute_ms)
         assert cached == expected
         assert blocks.restored_blocks == (cached - 8) // SIZE
@@ -95,6 +100,17 @@ def test_an_expensive_block_comes_back_for_the_cheap_ones_behind_it() -> None:
         for block, name in enumerate(names):
             tiers.keep(name, block)  # the third pushes the first to the second tier
         assert BlockManager(3, 1, tiers=tiers).add(1, [1, 2, 3, 0], compute_ms=compute_ms) == expected
+
+
+def test_what_is_forgotten_leaves_the_tiers_too(tmp_path: Path) -> None:
+    runner, many = make_runner(tmp_path, host=2, disk=4), texts(4)
+    for i, tokens in enumerate(many):
+        turn(runner, i, tokens)
+    for tokens in many[1:]:
+        runner.blocks.forget(prefix_hashes(tokens, SIZE, ""))
+    runner.blocks.check_integrity()
+    assert (runner.blocks.tier_blocks, runner.blocks.cached_blocks) == ((0, 2), 0)
+    assert [turn(runner, i, tokens) for i, tokens in enumerate(many, 10)] == [8, 0, 0, 0]
 
 
 def test_restoring_never_evicts_its_own_prefix(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
+from treeserve_router import placement
 from treeserve_router.admission import RouterRequest
+from treeserve_router.batcher import Batcher
 from treeserve_router.latency_model import Fit, Latency
 from treeserve_router.mailbox import Mailbox
-from treeserve_router.placement import Backlog, VerifierState, place, rank
+from treeserve_router.placement import Backlog, VerifierState, rank
 from treeserve_router.queue import Ticket
 
 
@@ -36,6 +40,11 @@ def verifier(name: str = "a", **changes: Any) -> VerifierState:
         "total_blocks": 100,
     }
     return VerifierState(f"host:{name}", name, **{**defaults, **changes})
+
+
+def place(mine: Ticket, verifiers: Iterable[VerifierState]) -> VerifierState | None:
+    """Where no class reserves places."""
+    return placement.place(mine, verifiers, partial(Batcher({}).has_room, mine))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ def test_cost_model_takes_the_fastest_of_two_long_timings_or_three_short_ones() 
     assert list(CostModel.measure(lambda rows: next(short)).table.values()) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
+def test_prefill_rows_that_seemed_to_cost_nothing_get_their_price_from_steps() -> None:
+    cost = CostModel.measure(lambda rows: 5.0, lambda rows, context: 5.0, most_context=1000)
+    assert cost.prefill_ms(100, 0) < 0.1
+    for _ in range(200):
+        cost.observe(1, 35.0, 100, 100 * 50.0)
+    assert cost.prefill_ms(100, 0) > 25.0
+
+
 def test_a_machine_that_slows_down_slows_all_entries() -> None:
     cost = CostModel({1: 10.0, 8: 20.0, 64: 80.0})
     for _ in range(100):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import pytest
 
@@ -40,6 +41,13 @@ def run(blocks: BlockManager, seq_id: int, tokens: tuple[int, ...], lease_s: flo
     compute(blocks, seq_id, tokens)
     blocks.free(seq_id, lease_s)
     blocks.check_integrity()
+    return cached
+
+
+def found(blocks: BlockManager, tokens: Iterable[int]) -> int:
+    """How much of these tokens a sequence finds; it uses what it finds."""
+    cached = blocks.add(10_000, (*tokens, 0))
+    blocks.free(10_000)
     return cached
 
 
@@ -149,25 +157,26 @@ def test_a_prefix_of_unknown_blocks_is_found_up_to_the_first_gap() -> None:
     run(blocks, 1, PROMPT[:12])
     blocks.add(2)
     blocks.reserve(2, 4 * SIZE)  # takes three free ones and the end of the prefix
-    assert blocks.cached_tokens(prefix_hashes(PROMPT, SIZE, "")) == 8
-    assert blocks.add(3, PROMPT) == 8
+    assert found(blocks, PROMPT) == 8
 
 
 def test_room_is_taken_from_the_least_recently_used_and_from_ends_first() -> None:
-    blocks, (a, b) = manager(num_blocks=6), (tuple(range(8)), tuple(range(50, 58)))
-    run(blocks, 1, a)
-    run(blocks, 2, b)
-    assert run(blocks, 3, a) == 8  # used again
-    taken = []
-    blocks.add(4)
-    for _ in range(6):
-        blocks.reserve(4, SIZE)
-        blocks.commit(4, range(SIZE))
-        taken.append(tuple(blocks.cached_tokens(prefix_hashes(t, SIZE, "")) for t in (a, b)))
-    assert taken == [(8, 8), (8, 8), (8, 4), (8, 0), (4, 0), (0, 0)]
+    a, b = tuple(range(8)), tuple(range(50, 58))
+    left = []
+    for taken in range(1, 7):
+        blocks = manager(num_blocks=6)
+        run(blocks, 1, a)
+        run(blocks, 2, b)
+        assert run(blocks, 3, a) == 8  # used again
+        blocks.add(4)
+        for _ in range(taken):
+            blocks.reserve(4, SIZE)
+            blocks.commit(4, range(SIZE))
+        left.append((found(blocks, a), found(blocks, b)))
+        blocks.check_integrity()
+    assert left == [(8, 8), (8, 8), (8, 4), (8, 0), (4, 0), (0, 0)]
     with pytest.raises(OutOfBlocksError):
         blocks.reserve(4, 1)
-    blocks.check_integrity()
 
 
 def test_leased_prefixes_go_last_while_the_lease_lasts() -> None:
@@ -179,8 +188,38 @@ def test_leased_prefixes_go_last_while_the_lease_lasts() -> None:
         clock.now += waited
         blocks.add(3)
         blocks.reserve(3, 2 * SIZE)
-        assert tuple(blocks.cached_tokens(prefix_hashes(t, SIZE, "")) for t in (session, other)) == expected
+        assert tuple(found(blocks, tokens) for tokens in (session, other)) == expected
         blocks.check_integrity()
+
+
+def test_a_forgotten_prefix_gives_its_room_first_and_what_is_held_stays() -> None:
+    blocks, (mine, other) = manager(4), (tuple(range(8)), tuple(range(50, 58)))
+    run(blocks, 1, other)
+    run(blocks, 2, mine, lease_s=1e9)
+    blocks.add(3, (*mine[:4], 0))
+    blocks.forget(prefix_hashes(mine, SIZE, ""))
+    blocks.check_integrity()
+    assert (blocks.free_blocks, blocks.cached_blocks) == (3, 2)
+    assert found(blocks, mine) == 4, "the block that is held"
+    blocks.add(4)
+    blocks.reserve(4, SIZE)
+    assert found(blocks, other) == 8
+    blocks.free(3)
+    blocks.forget([*prefix_hashes(mine, SIZE, ""), b"never seen"])
+    blocks.check_integrity()
+    assert found(blocks, mine) == 0
+
+
+@pytest.mark.parametrize("known", range(4))
+def test_names_that_the_caller_has_change_nothing(known: int) -> None:
+    blocks, names = manager(), prefix_hashes(PROMPT, SIZE, "a")
+    run(blocks, 1, PROMPT, tenant="a")
+    assert blocks.add(2, PROMPT, "a", names=names[:known]) == 12
+    assert blocks.add(3, PROMPT, "a", names=names[:known], compute_last=7) == 4
+    assert blocks.add(4, PROMPT[:8], "a", names=names[:known]) == 4
+    compute(blocks, 3, PROMPT)
+    assert blocks.block_table(3)[:3] == blocks.block_table(2)
+    blocks.check_integrity()
 
 
 def test_a_lease_only_orders_and_refuses_nobody() -> None:
@@ -201,7 +240,7 @@ def test_a_lease_outlives_a_guest() -> None:
     run(blocks, 3, tuple(range(50, 58)))
     blocks.add(4)
     blocks.reserve(4, 2 * SIZE)
-    assert blocks.cached_tokens(prefix_hashes(session, SIZE, "")) == 8
+    assert found(blocks, session) == 8
 
 
 def test_a_lease_ends_with_what_it_was_for() -> None:
@@ -216,7 +255,7 @@ def test_a_lease_ends_with_what_it_was_for() -> None:
     run(blocks, 4, tuple(range(30, 34)), lease_s=100.0)
     blocks.add(5)
     blocks.reserve(5, SIZE)
-    assert blocks.cached_tokens(prefix_hashes(range(30, 34), SIZE, "")) == 4
+    assert found(blocks, range(30, 34)) == 4
 
 
 def test_blocks_to_take_counts_what_admission_needs() -> None:

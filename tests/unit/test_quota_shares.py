@@ -30,12 +30,14 @@ class ScriptedRedis:
     def __init__(self) -> None:
         self.answer: Answer | None = Answer(0, 0, 1)
         self.told: list[tuple[int, int]] = []
+        self.returned = 0
 
     async def ask(self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int) -> Answer | None:
         return self.answer
 
-    def tell(self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int) -> None:
+    def tell(self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int, requests: int) -> None:
         self.told.append((in_progress, tokens))
+        self.returned -= requests
 
 
 def quotas(policy: TenantPolicy, clock: Clock, redis: ScriptedRedis | None = None) -> Quotas:
@@ -45,6 +47,13 @@ def quotas(policy: TenantPolicy, clock: Clock, redis: ScriptedRedis | None = Non
 async def admit(quota: Quotas, tokens: int = 1, tenant: str = ACME) -> None:
     async with quota.admitted(tenant, tokens):
         pass
+
+
+async def admit_in_vain(quota: Quotas, tokens: int = 1, *, is_resumed: bool = False) -> None:
+    """A request that its quota lets through, and the queue does not."""
+    with pytest.raises(OverloadedError, match="the queue is full"):
+        async with quota.admitted(ACME, tokens, is_resumed=is_resumed):
+            raise OverloadedError("the queue is full", 1.0, "queue_requests")
 
 
 async def refusal(quota: Quotas, tokens: int = 1) -> OverloadedError:
@@ -112,6 +121,93 @@ async def test_what_another_router_admitted_is_neither_charged_nor_refused() -> 
     async with quota.admitted(ACME, 1):
         async with quota.admitted(ACME, 1, is_resumed=True):
             pass
+    assert (await refusal(quota)).cause == "quota_requests"
+
+
+async def test_what_the_queue_refuses_is_given_back() -> None:
+    clock = Clock()
+    quota = quotas(TenantPolicy(requests_per_minute=2, tokens_per_minute=600), clock)
+    await admit(quota, 100)
+    for _ in range(5):
+        await admit_in_vain(quota, 500)
+    await admit_in_vain(quota, 1, is_resumed=True)  # it was charged elsewhere
+    assert (await refusal(quota, 501)).cause == "quota_tokens"
+    await admit(quota, 500)
+    assert (await refusal(quota)).cause == "quota_requests"
+
+
+async def test_what_fails_otherwise_stays_charged() -> None:
+    quota = quotas(TenantPolicy(requests_per_minute=1), Clock())
+    with pytest.raises(ZeroDivisionError):
+        async with quota.admitted(ACME, 1):
+            raise ZeroDivisionError
+    assert (await refusal(quota)).cause == "quota_requests"
+
+
+async def test_redis_is_given_back_what_it_granted_and_no_more() -> None:
+    redis = ScriptedRedis()
+    quota = quotas(TenantPolicy(requests_per_minute=4, tokens_per_minute=600), Clock(), redis)
+    await admit_in_vain(quota, 30)
+    redis.answer = None
+    await admit_in_vain(quota, 50)
+    quota.settle()
+    assert (redis.told, redis.returned) == ([(0, -30)], 1)
+    quota.settle()
+    assert len(redis.told) == 1
+
+
+async def test_what_is_given_back_adds_nothing_to_a_routers_share() -> None:
+    redis = ScriptedRedis()
+    quota = quotas(TenantPolicy(requests_per_minute=8), Clock(), redis)
+    redis.answer = Answer(0, 0, 4)
+    for _ in range(5):
+        await admit(quota)  # this router's share is two
+    for _ in range(5):
+        await admit_in_vain(quota)
+    redis.answer = None
+    assert (await refusal(quota)).cause == "quota_requests"
+
+
+async def test_a_debt_is_not_forgotten() -> None:
+    clock = Clock()
+    quota = quotas(TenantPolicy(tokens_per_minute=600), clock)
+    await admit(quota, 1)
+    quota.charge(ACME, 2399)
+    for _ in range(3):
+        clock.now += 60
+        quota.settle()
+    assert (await refusal(quota, 100)).retry_after_s == pytest.approx(10)
+    clock.now += 60.001
+    quota.settle()
+    quota.settle()
+    assert quota._accounts == {}
+
+
+async def test_a_tenant_that_comes_back_gets_the_share_that_it_had() -> None:
+    clock, redis = Clock(), ScriptedRedis()
+    quota = quotas(TenantPolicy(requests_per_minute=30), clock, redis)
+    redis.answer = Answer(0, 0, 3)
+    await admit(quota)
+    clock.now += 3600
+    quota.settle()
+    assert quota._accounts == {}
+    redis.answer = None
+    for _ in range(10):
+        await admit(quota)
+    assert (await refusal(quota)).cause == "quota_requests"
+
+
+async def test_a_short_pause_changes_no_share() -> None:
+    clock, redis = Clock(), ScriptedRedis()
+    quota = Quotas(Tenants({"*": TenantPolicy(requests_per_minute=30)}), redis, clock)  # type: ignore[arg-type]
+    for tenant, routers in ((ACME, 3), (OTHER, 1)):
+        redis.answer = Answer(0, 0, routers)
+        await admit(quota, tenant=tenant)
+    clock.now += 59
+    quota.settle()
+    redis.answer = None
+    for _ in range(10):
+        await admit(quota)
     assert (await refusal(quota)).cause == "quota_requests"
 
 

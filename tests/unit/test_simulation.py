@@ -69,6 +69,14 @@ def test_waiting_is_that_of_the_formula_for_one_server_with_a_constant_service_t
     assert np.mean(waits_ms) == pytest.approx(10.0 * load / (2 * (1 - load)), rel=0.15)
 
 
+def test_a_request_that_no_verifier_can_take_fails_once_it_has_waited_for_one() -> None:
+    trace = [TraceRequest(0.0, 300, 100), TraceRequest(0.0, 4, 3)]
+    cluster = small_cluster(flat_machine(10.0), max_context_tokens=256)
+    stranded, other = simulate(trace, replace(cluster, router={"verifier_wait_s": "2"}), FIFO).records
+    assert (stranded.outcome, stranded.replays, stranded.ended_s) == ("failed", 0, pytest.approx(2.0))
+    assert other.outcome == "finished"
+
+
 def _run(name: str, trace: list[TraceRequest], cluster: Cluster) -> Outcome:
     return simulate(trace, cluster, SYSTEMS[name])
 

@@ -45,7 +45,7 @@ def test_a_request_counts_that_ended_and_met_both_targets() -> None:
     ]
     found = figures(records, POLICIES, window_s=2.0)
     assert (found["requests"], found["violations"], found["attainment"]) == (5, 4, pytest.approx(0.2))
-    assert found["goodput"] == pytest.approx(0.5)
+    assert found["met_per_s"] == pytest.approx(0.5)
     assert found["tokens_per_s"] == pytest.approx(22.0)
     assert found["outcomes"] == {"failed": 1, "finished": 3, "shed": 1}
     assert found["ttft_ms"]["p50"] == pytest.approx(74.95)
@@ -167,6 +167,9 @@ def test_the_commands_draw_run_and_compare(tmp_path: Path) -> None:
     assert "ttft_ms p95: measured" in compared.stdout
     write_trace(Path(trace), [TraceRequest(0.0, 5, 5)])
     assert invoke("compare", trace, "--machine", machine).exit_code == 1  # nothing was measured
-    assert invoke("run", "--system", "magic").exit_code == 1
+    for command in (("run",), ("compare", records)):
+        refused = invoke(*command, "--system", "magic")
+        assert refused.exit_code == 1
+        assert refused.stderr == "treeserve: system: there is no 'magic', only treeserve, fifo, fixed\n"
     flat_machine(1000.0).write(Path(machine))
     assert invoke("compare", records, "--machine", machine, "--system", "fifo").exit_code == 1  # far off

@@ -74,7 +74,7 @@ class AffinityBook:
             return
         tokens = (*request.prompt_token_ids, *output)
         if request.session_id:
-            self._sessions.end_turn(_session_key(request), Turn(affinity.session_epoch, verifier_id, len(tokens)))
+            self._sessions.end_turn(_session_key(request), Turn(affinity.session_epoch, verifier_id))
         if block_size := self._block_sizes().get(verifier_id):
             known = affinity.names.get(block_size, ())
             self._prefixes.note(extend_hashes(known, tokens[:-1], block_size, request.tenant), verifier_id)

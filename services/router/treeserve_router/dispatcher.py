@@ -119,9 +119,11 @@ class Dispatcher:
         """Run a ticket on another verifier than `avoiding` (its id) at once; False, and nothing happens, if none has
         room.
 
-        It has been running, so it goes before all that wait in the queue.
+        It has been running, so it goes before all that wait in the queue, but not to places that are kept for more
+        urgent classes.
         """
-        chosen = place(ticket, [state for state in self._pool.states() if state.verifier_id != avoiding])
+        others = [state for state in self._pool.states() if state.verifier_id != avoiding]
+        chosen = place(ticket, others, partial(self._batcher.has_room, ticket))
         if chosen is not None:
             self._decisions.note(ticket.request, DecisionKind.HEDGED, f"instead of {avoiding}", chosen.verifier_id)
             self._send(ticket, chosen, waited_s=0.0)

@@ -69,8 +69,8 @@ class Explanation:
 
 
 class _Record:
-    def __init__(self, request: RouterRequest, now: float) -> None:
-        self.request = request
+    def __init__(self, service_class: ServiceClass, now: float) -> None:
+        self.service_class = service_class
         self.began = now
         self.decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
         self.dropped = 0
@@ -89,7 +89,7 @@ class DecisionLog:
         self._clock = clock
         self._router_id = router_id
         self._max_requests = max_requests
-        self._records: dict[str, _Record] = {}
+        self._records: dict[tuple[str, str], _Record] = {}  # by tenant and request id
 
     @property
     def is_on(self) -> bool:
@@ -130,13 +130,13 @@ class DecisionLog:
         """
         if not self.is_on:
             raise PermissionDeniedError("this router explains nothing: explain_requests is 0")
-        record = self._records.get(request_id)
-        if record is None or tenant is None or record.request.tenant != tenant:
+        record = None if tenant is None else self._records.get((tenant, request_id))
+        if record is None:
             raise NotFoundError(f"this router knows nothing of request {request_id!r}; another may have run it")
         return Explanation(
             request_id,
             self._router_id,
-            record.request.limits.service_class,
+            record.service_class,
             record.began,
             self._clock() - record.began,
             tuple(record.decisions),
@@ -144,10 +144,10 @@ class DecisionLog:
         )
 
     def _record(self, request: RouterRequest, now: float) -> _Record:
-        record = self._records.get(request.request_id)
-        if record is None or record.request.tenant != request.tenant:
-            self._records.pop(request.request_id, None)
-            record = self._records[request.request_id] = _Record(request, now)
+        key = (request.tenant, request.request_id)
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = _Record(request.limits.service_class, now)
             while len(self._records) > self._max_requests:
                 del self._records[next(iter(self._records))]
         return record

@@ -82,12 +82,6 @@ class VerifierState:
         return not self.draining and knows_rule and request.max_total_tokens <= self.max_context_tokens
 
     @property
-    def has_room(self) -> bool:
-        """Whether it can start one more sequence now."""
-        blocks_left = self.total_blocks == 0 or self.free_blocks > 0
-        return not self.holding_off and self.sequences < self.max_sequences and blocks_left
-
-    @property
     def kv_use(self) -> float:
         """Share of its KV blocks in use, in [0, 1]."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
@@ -139,9 +133,7 @@ class Score(NamedTuple):
 
 
 def place(
-    ticket: Ticket,
-    verifiers: Iterable[VerifierState],
-    has_room: Callable[[VerifierState], bool] = lambda verifier: verifier.has_room,
+    ticket: Ticket, verifiers: Iterable[VerifierState], has_room: Callable[[VerifierState], bool]
 ) -> VerifierState | None:
     """The verifier to run a ticket on now, or None if none has room. Ties go to the lowest address."""
     fitting = [v for v in verifiers if v.can_serve(ticket) and has_room(v)]

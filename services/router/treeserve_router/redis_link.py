@@ -1,4 +1,4 @@
-"""The connection to Redis that all shared state of a router goes through: a time limit on every call, and a breaker.
+"""The way to Redis that all shared state of a router takes: a time limit on every call, and a breaker.
 
 Everything kept there is a hint or can be had again, so a call never raises and never takes long: it answers None. The
 first failure opens the breaker: from then on calls return at once, and only the heartbeat in the background finds out
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -24,6 +24,8 @@ from redis.exceptions import RedisError
 HEARTBEAT_S = 5.0
 # While the server is away, the heartbeat looks for it this often.
 _SEARCH_S = 0.5
+# Calls beyond this many wait for one another.
+_MAX_CONNECTIONS = 16
 # Writes in the background beyond this many are dropped: the server is too slow to be worth waiting for.
 _MAX_PENDING_WRITES = 1024
 
@@ -39,14 +41,20 @@ class RedisLink:
     Args:
         url: redis://, rediss:// or unix:// URL.
         observe_s: takes the seconds each call took.
-        call_timeout_s: longest time a call may take.
+        call_timeout_s: longest time a call may take, waiting for a connection included.
     """
 
     def __init__(self, url: str, observe_s: Callable[[float], None], call_timeout_s: float) -> None:
         # No time limit of the client's own on reads and writes: its wait_for can swallow a cancellation (Python 3.11).
-        self._redis = Redis.from_url(
-            url, socket_timeout=None, socket_connect_timeout=call_timeout_s, retry=Retry(NoBackoff(), 0)
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=None,
+            socket_timeout=None,
+            socket_connect_timeout=call_timeout_s,
+            retry=Retry(NoBackoff(), 0),
         )
+        self._redis = Redis.from_pool(pool)
         self._observe_s = observe_s
         self._call_timeout_s = call_timeout_s
         self._state: bool | None = None  # whether the last call succeeded; None before the first

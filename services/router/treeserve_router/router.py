@@ -59,7 +59,7 @@ class Router:
         self._tracer = tracer
         self._verifier_wait_s = verifier_wait_s
         self._clock = clock
-        self._active: dict[str, Generation] = {}
+        self._active: dict[tuple[str, str], Generation] = {}  # by tenant and request id
         self._interrupted = ""  # why nothing runs here any more
 
     @property
@@ -88,8 +88,8 @@ class Router:
     async def generate(self, ask: Ask) -> AsyncGenerator[GenerationEvent, None]:
         """Run an ask: one Started, chunks, one Finished. Closing the generator cancels it.
 
-        A newer ask with the same request id takes over: its client came back before this side saw the old stream
-        break, and the older generation ends as cancelled.
+        A newer ask of a tenant with the same request id takes over: its client came back before this side saw the old
+        stream break, and the older generation ends as cancelled.
 
         Raises:
             TreeserveError: if it is refused or fails.
@@ -145,10 +145,11 @@ class Router:
     async def _generate(self, request: RouterRequest, span: Span) -> AsyncGenerator[GenerationEvent, None]:
         affinity = await self._book.find(request)
         generation = Generation(request, self._parts, affinity, span)
-        older = self._active.get(request.request_id)
+        key = (request.tenant, request.request_id)
+        older = self._active.get(key)
         if older is not None:
             older.supersede()
-        self._active[request.request_id] = generation
+        self._active[key] = generation
         if self._interrupted:
             generation.interrupt(self._interrupted)
         try:
@@ -158,8 +159,8 @@ class Router:
                         yield replace(event, resumable=page.is_kept) if isinstance(event, Started) else event
         finally:
             self._book.note(request, affinity, generation.verifier_id, generation.output)
-            if self._active.get(request.request_id) is generation:
-                del self._active[request.request_id]
+            if self._active.get(key) is generation:
+                del self._active[key]
 
     async def _request(self, ask: Ask) -> RouterRequest:
         """The request of a checked ask: a new one, or one that runs already."""

@@ -20,16 +20,16 @@ local stored = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0') or 0
 local epoch = math.max(stored + 1, now_ms)
 redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch))
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
-return {epoch, redis.call('HGET', KEYS[1], 'verifier_id') or '', redis.call('HGET', KEYS[1], 'tokens') or '0'}
+return {epoch, redis.call('HGET', KEYS[1], 'verifier_id') or ''}
 """
 
-# KEYS: record. ARGV: TTL in ms, epoch, verifier id, tokens. A turn that is not the newest any more changes nothing; one
-# without an epoch began while the server was away.
+# KEYS: record. ARGV: TTL in ms, epoch, verifier id. A turn that is not the newest any more changes nothing; one without
+# an epoch began while the server was away.
 _END_TURN = """
 local epoch, stored = tonumber(ARGV[2]), tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0') or 0
 if epoch > 0 and stored > epoch then return 0 end
 if epoch > 0 then redis.call('HSET', KEYS[1], 'epoch', ARGV[2]) end
-redis.call('HSET', KEYS[1], 'verifier_id', ARGV[3], 'tokens', ARGV[4])
+redis.call('HSET', KEYS[1], 'verifier_id', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1
 """
@@ -56,12 +56,10 @@ class Turn:
     Attributes:
         epoch: its number, higher than that of any earlier turn at any router; 0 while nobody counts for all routers.
         verifier_id: the verifier that ran the turn before; empty if unknown.
-        num_tokens: how long the conversation was then, prompt and output.
     """
 
     epoch: int = 0
     verifier_id: str = ""
-    num_tokens: int = 0
 
 
 class Sessions:
@@ -89,18 +87,18 @@ class Sessions:
         reply = await self._link.ask(lambda _: begin(keys=[key.redis_key], args=[self._ttl_ms]))
         if reply is None:
             return known
-        epoch, verifier_id, num_tokens = reply
+        epoch, verifier_id = reply
         if not verifier_id:  # a new session, or the server has lost it
             return replace(known, epoch=int(epoch))
-        return Turn(int(epoch), verifier_id.decode(), int(num_tokens))
+        return Turn(int(epoch), verifier_id.decode())
 
     def end_turn(self, key: SessionKey, turn: Turn) -> None:
         """Remember where a turn ran, in the background.
 
         Args:
-            turn: with the epoch that `begin_turn` gave it, and the verifier and length it had in the end.
+            turn: with the epoch that `begin_turn` gave it, and the verifier that ran it in the end.
         """
         self._local.put(key, turn)
         if self._link is not None and (end := self._end) is not None:
-            args: list[str | int] = [self._ttl_ms, turn.epoch, turn.verifier_id, turn.num_tokens]
+            args: list[str | int] = [self._ttl_ms, turn.epoch, turn.verifier_id]
             self._link.tell(lambda _: end(keys=[key.redis_key], args=args))

@@ -13,14 +13,14 @@ LEASE_S = 30.0
 
 # KEYS: what is left in the tenant's two buckets; its requests in progress, by router ("count:expiry").
 # ARGV: router, its requests in progress, lease in ms; the quota (0 is no limit): requests a minute, tokens a minute,
-#       requests in progress; tokens to charge; 1 if a request asks to be admitted, 0 if only tokens are charged.
+#       requests in progress; tokens and requests to charge, below 0 to give back; 1 if a request asks to be admitted.
 # Returns the fields of `Answer`.
 _SCRIPT = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local router, own, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local per_minute = {tonumber(ARGV[4]), tonumber(ARGV[5])}
-local most, tokens, asks = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
+local most, tokens, requests, asks = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9] == '1'
 
 local others, routers = 0, 1
 local counts = redis.call('HGETALL', KEYS[2])
@@ -40,7 +40,7 @@ local stored = redis.call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
 local at = math.max(tonumber(stored[3] or now), now)
 local minutes = (at - tonumber(stored[3] or now)) / 60000
 local need = {1, math.min(tokens, per_minute[2])}
-local cost = {asks and 1 or 0, tokens}
+local cost = {requests, tokens}
 local left = {}
 for i = 1, 2 do
   left[i] = math.min(tonumber(stored[i] or per_minute[i]) + minutes * per_minute[i], per_minute[i])
@@ -55,7 +55,7 @@ end
 local full_in = 0
 for i = 1, 2 do
   if per_minute[i] > 0 then
-    left[i] = left[i] - cost[i]
+    left[i] = math.min(left[i] - cost[i], per_minute[i])
     full_in = math.max(full_in, (per_minute[i] - left[i]) / per_minute[i] * 60000)
     redis.call('HSET', KEYS[1], names[i], string.format('%.6f', left[i]))
   end
@@ -96,18 +96,20 @@ class SharedQuotas:
         Args:
             in_progress: requests of the tenant at this router, with that one.
         """
-        answer = await self._link.ask(self._call(tenant, policy, in_progress, tokens, asks=True))
+        answer = await self._link.ask(self._call(tenant, policy, in_progress, tokens, 1, asks=True))
         return None if answer is None else Answer(*answer)
 
-    def tell(self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int) -> None:
-        """Charge tokens and renew the count of requests in progress, in the background."""
-        self._link.tell(self._call(tenant, policy, in_progress, tokens, asks=False))
+    def tell(self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int, requests: int) -> None:
+        """Charge tokens and requests, or give back what is below 0, and renew the count of requests in progress, in the
+        background.
+        """
+        self._link.tell(self._call(tenant, policy, in_progress, tokens, requests, asks=False))
 
     def _call(
-        self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int, *, asks: bool
+        self, tenant: str, policy: TenantPolicy, in_progress: int, tokens: int, requests: int, *, asks: bool
     ) -> Callable[[object], Awaitable[list[int]]]:
         tag = "treeserve:{" + (tenant or "nobody") + "}"
         limits = (policy.requests_per_minute, policy.tokens_per_minute, policy.max_in_progress)
         arguments = [self._router_id, in_progress, round(LEASE_S * 1000), *(limit or 0 for limit in limits)]
-        arguments += [tokens, int(asks)]
+        arguments += [tokens, requests, int(asks)]
         return lambda _: self._script(keys=[f"{tag}:quota", f"{tag}:in-progress"], args=arguments)

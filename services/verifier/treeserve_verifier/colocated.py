@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from importlib.metadata import EntryPoint
 from typing import Protocol, cast
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError, StaleBaseError
@@ -19,6 +21,8 @@ from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
+
+_log = structlog.get_logger(__name__)
 
 
 class Drafter(Protocol):
@@ -69,52 +73,56 @@ class Drafter(Protocol):
 
 
 class ColocatedOutbox:
-    """Hands what the desk says to the drafter, and its trees to the desk (a DraftOutbox)."""
+    """Hands what the desk says to the drafter, and its trees to the desk (a DraftOutbox).
+
+    A drafter that raises is never called again, and leaves the desk: that costs speed and nothing else.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self._drafter: Drafter | None = drafter  # None after it failed
+        self._desk: DraftDesk | None = None
         self._speculator: Speculator | None = None
 
     def attach(self, desk: DraftDesk) -> None:
         """Take a share of the desk's sequences from now on."""
         drafter = self._drafter
+        assert drafter is not None  # it was not called yet
+        self._desk = desk
         self._speculator = desk.attach(
             "colocated", drafter.sources, self, wants_top_tokens=drafter.wants_top_tokens, is_colocated=True
         )
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it was told anything since it drafted."""
-        return self._drafter.is_due
-
-    def draft(self, desk: DraftDesk, prices: Prices) -> None:
+    def draft(self, prices: Callable[[], Prices]) -> None:
         """Give the desk the trees it asked for."""
-        assert self._speculator is not None  # attached
-        for handle, proposal in self._drafter.draft(prices.token_s * 1e6, prices.node):
-            with contextlib.suppress(StaleBaseError):  # the sequence went on without it
-                desk.propose(self._speculator, handle, proposal)
+        self._call(lambda drafter: self._propose(drafter, prices))
+        if self._drafter is None:
+            self._detach()  # here alone: the other calls come from within the desk
 
     def learn(self) -> None:
         """Learn from the commits: when nobody waits."""
-        self._drafter.learn()
+        self._call(lambda drafter: drafter.learn())
 
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         """A new sequence to draft for."""
         submission = sequence.submission
-        self._drafter.assign(
-            handle,
-            sequence.tokens,
-            sequence.prompt_len,
-            submission.sampling,
-            submission.limits,
-            submission.tenant,
-            budget,
+        self._call(
+            lambda drafter: drafter.assign(
+                handle,
+                sequence.tokens,
+                sequence.prompt_len,
+                submission.sampling,
+                submission.limits,
+                submission.tenant,
+                budget,
+            )
         )
 
     def commit(self, notice: CommitNotice) -> None:
         """Progress of an assigned sequence."""
-        self._drafter.commit(
-            notice.handle, notice.base_committed_len, notice.token_ids, notice.budget, notice.top_token_ids
+        self._call(
+            lambda drafter: drafter.commit(
+                notice.handle, notice.base_committed_len, notice.token_ids, notice.budget, notice.top_token_ids
+            )
         )
 
     def features(self, handle: int, rows: FeatureRows) -> None:
@@ -122,7 +130,30 @@ class ColocatedOutbox:
 
     def release(self, handle: int) -> None:
         """The sequence has ended."""
-        self._drafter.release(handle)
+        self._call(lambda drafter: drafter.release(handle))
+
+    def _call(self, call: Callable[[Drafter], None]) -> None:
+        if self._drafter is None:
+            return
+        try:
+            call(self._drafter)
+        except Exception:
+            _log.exception("the drafter in this process failed: decoding goes on without it")
+            self._drafter = None
+
+    def _propose(self, drafter: Drafter, prices: Callable[[], Prices]) -> None:
+        assert self._desk is not None and self._speculator is not None  # attached
+        if not drafter.is_due:
+            return
+        now = prices()
+        for handle, proposal in drafter.draft(now.token_s * 1e6, now.node):
+            with contextlib.suppress(StaleBaseError):  # the sequence went on without it
+                self._desk.propose(self._speculator, handle, proposal)
+
+    def _detach(self) -> None:
+        if self._desk is not None and self._speculator is not None:
+            self._desk.detach(self._speculator)
+            self._speculator = None
 
 
 def build_colocated(

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
+MOST_MEASURED_CONTEXT = 1024
 _CONTEXT_ROWS = 16
 _ENOUGH_MS = 50.0  # timing one count of rows
 _SMOOTHING = 0.1
 _MOST_SURPRISE = 2.5  # one outlier must not distort the table
 _AGES_MS = 1e9
+_LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be corrected
 
 
 class CostModel:
@@ -58,7 +60,7 @@ class CostModel:
         if time_prefill_ms is None:
             return cls(table)
         prefill = _fastest(lambda rows: time_prefill_ms(rows, 0), MOST_MEASURED_ROWS)
-        row_ms = max(0.0, prefill - table[1]) / MOST_MEASURED_ROWS
+        row_ms = max((prefill - table[1]) / MOST_MEASURED_ROWS, _LEAST_ROW_SHARE * table[1])
         if most_context < 1:
             return cls(table, row_ms)
         fresh = _fastest(lambda rows: time_prefill_ms(rows, 0), _CONTEXT_ROWS)

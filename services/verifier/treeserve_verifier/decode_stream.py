@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import structlog
@@ -185,7 +185,7 @@ class DecodeHandler:
         )
         await context.write(self._welcome())
         self._streams.add(stream)
-        self._report(self._loop.load(), self._streams)
+        self._report(self._loop.load())
         writer = asyncio.create_task(write_all(context, stream.frames()))
         _log.info("router connected", router=stream.router_id)
         try:
@@ -201,7 +201,7 @@ class DecodeHandler:
         """Send all routers their tokens, and what this verifier can still take if that changed."""
         load = self._loop.load()
         if self._differs(load):
-            self._report(load, self._streams)
+            self._report(load)
         for stream in self._streams:
             stream.flush()
 
@@ -210,7 +210,8 @@ class DecodeHandler:
         told = self._last_load
         return told is None or not told.resembles(load, few_blocks=self._total_blocks // _UNTOLD_SHARE_OF_BLOCKS)
 
-    def _report(self, load: Load, streams: Iterable[DecodeStream]) -> None:
+    def _report(self, load: Load) -> None:
+        """Tell all of them: each must know what was told last."""
         self._last_load = load
         report = verifier_pb2.LoadReport(
             sequences=load.sequences,
@@ -222,9 +223,8 @@ class DecodeHandler:
             preemptible=load.preemptible,
             step_ms=load.step_ms,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
-            cached_blocks=load.cached_blocks,
         )
-        for stream in streams:
+        for stream in self._streams:
             stream.report(report)
 
     def _take(self, stream: DecodeStream, request: verifier_pb2.DecodeRequest) -> None:
@@ -235,7 +235,7 @@ class DecodeHandler:
         elif kind == "cancel":
             for handle in request.cancel.handles:
                 stream.cancel(handle)
-            self._report(self._loop.load(), (stream,))  # a sign of life, whatever changed
+            self._report(self._loop.load())  # a sign of life, whatever changed
         elif kind == "credit":
             stream.grant(request.credit.frames)
         else:
@@ -248,7 +248,7 @@ class DecodeHandler:
                 verifier_id=self._config.verifier_id,
                 model=codec.identity_to_proto(self._identity),
                 max_context_tokens=self._config.max_context_tokens,
-                max_sequences=self._config.max_sequences,
+                max_sequences=self._config.max_sequences + self._config.reserved_sequences,
                 dtype=self._config.dtype,
                 acceptance_rules=[codec.acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
                 block_size=self._config.block_size,

@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
 
 from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.features import FeatureRows, FeatureShape, FeatureWindow
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
-from treeserve_verifier.pacing import MAX_INTERVAL, Pace
+from treeserve_verifier.pacing import Pace
 from treeserve_verifier.planner import Prices
+from treeserve_verifier.seat import Seat, known_already
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator, SpeculatorKind
 
 _PRIOR_SMOOTHING = 0.05  # the last twenty trees of all sequences
 _NEVER = 2**31
+_HESITANT = 8  # tokens before the first ask for a sequence, where trees do not pay at present
+_MOST_COLOCATED = 2  # sequences: what drafts here does so for one after the other, and every step waits for it
 _WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
-
-
-@dataclass(eq=False)
-class _Seat:
-    """A sequence at one speculator.
-
-    Attributes:
-        told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
-        told_features: place of the token after the last one whose features it was sent.
-        pace: what its trees are worth here, and how often it is asked.
-        top_token_ids: of the tokens that it was not told yet, if it wants them.
-        known: of the tokens that it was not told yet, how many were in trees of quicker speculators.
-        tree: what is left of its newest tree under the present root.
-        tree_base: committed length for which that was drawn.
-        offered: whether a step could use it.
-    """
-
-    speculator: Speculator
-    handle: int
-    pace: Pace
-    told_len: int = 0
-    told_features: int = 0
-    top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
-    known: int = 0
-    tree: TokenTree | None = None
-    tree_base: int = 0
-    offered: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether a tree was asked for and did not come."""
-        return self.handle in self.speculator.asked
 
 
 class DraftDesk:
@@ -99,7 +69,7 @@ class DraftDesk:
         self._budget_of = budget_of
         self._prices = prices
         self._speculators: list[Speculator] = []
-        self._seats: dict[Sequence, list[_Seat]] = {}
+        self._seats: dict[Sequence, list[Seat]] = {}
         self._features: dict[Sequence, FeatureWindow] = {}  # of the sequences whose speculators want them
         self._source_names: list[str] = []
         self.asks = 0
@@ -202,13 +172,13 @@ class DraftDesk:
         """
         new = sequence.tokens[base_len:]
         seats = self._seats.get(sequence, ())
-        for seat, known in zip(seats, _known_already(seats, new), strict=True):
+        for seat, known in zip(seats, known_already(seats, new), strict=True):
             seat.known += known
             if seat.speculator.wants_top_tokens and seat.told_len > 0:
                 seat.top_token_ids += top_token_ids
             if self._score(seat.pace, new, spent if seat.offered else None, known):
                 self._adapt(seat)
-            self._move_along(seat, new)
+            self.late += seat.move_along(new)
             if len(sequence.tokens) - seat.told_len >= self._interval(seat):
                 self._ask(sequence, seat)
 
@@ -236,17 +206,13 @@ class DraftDesk:
         except StaleBaseError:
             self.late += 1
             raise
-        if base >= seat.tree_base:  # else reordered: a newer tree is here already
-            seat.tree, seat.tree_base, seat.offered = _unless_empty(tree), base, False
+        seat.take(tree, base)
         return sequence
 
     def tree(self, sequence: Sequence) -> TokenTree | None:
         """The merged tree under the sequence's present root; None if no speculator has one."""
-        trees: list[TokenTree] = []
-        for seat in self._seats.get(sequence, ()):
-            if seat.tree is not None:
-                seat.offered = True
-                trees.append(self._with_global_sources(seat.speculator, seat.tree))
+        offers = (seat.offer() for seat in self._seats.get(sequence, ()))
+        trees = [tree for tree in offers if tree is not None]
         return merge(trees) if trees else None
 
     def wait_until(self, sequences: SequenceOf[Sequence]) -> float:
@@ -280,28 +246,25 @@ class DraftDesk:
         each = ((new[:known], 0.0), (alone[:-1], 1.0), (alone[-1:], 0.0))  # the bonus token was not accepted
         return any(pace.committed(tokens, saved) for tokens, saved in each)
 
-    def _move_along(self, seat: _Seat, new: SequenceOf[int]) -> None:
-        if seat.tree is not None:
-            left = seat.tree.rerooted(new)
-            self.late += left is None and not seat.offered
-            seat.tree = None if left is None else _unless_empty(left)
-        seat.offered = seat.offered and seat.tree is not None
-
-    def _adapt(self, seat: _Seat) -> None:
+    def _adapt(self, seat: Seat) -> None:
         """A tree's end is known: pace the asks for the next ones."""
         speculator, pace = seat.speculator, seat.pace
         speculator.saves += _PRIOR_SMOOTHING * (pace.saves - speculator.saves)
-        gain_s = self._prices().token_s * pace.saves
         speculator.eager -= pace.eager
-        pace.adapt(gain_s * (speculator.eager + 1) > _WORTH * speculator.latency_s)
+        pace.adapt(self._pays(speculator, pace.saves))
         speculator.eager += pace.eager
 
-    @staticmethod
-    def _interval(seat: _Seat) -> int:
-        # An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
-        return MAX_INTERVAL if seat.waits else seat.pace.interval
+    def _pays(self, speculator: Speculator, saves: float) -> bool:
+        """Whether trees that save one more sequence so many tokens are worth what they cause together with others."""
+        gain_s = self._prices().token_s * saves
+        return gain_s * (speculator.eager + 1) > _WORTH * speculator.latency_s
 
-    def _ask(self, sequence: Sequence, seat: _Seat) -> None:
+    def _interval(self, seat: Seat) -> int:
+        """Tokens from one ask to the next."""
+        crowded = seat.speculator.is_colocated and len(self._seats) > _MOST_COLOCATED
+        return _NEVER if crowded else seat.interval
+
+    def _ask(self, sequence: Sequence, seat: Seat) -> None:
         """Ask for a tree, unless none would pay."""
         budget = self._budget_of(sequence)
         if budget == 0:
@@ -319,7 +282,7 @@ class DraftDesk:
         seat.speculator.ask(seat.handle, self._clock())
         self.asks += 1
 
-    def _send_features(self, sequence: Sequence, seat: _Seat) -> None:
+    def _send_features(self, sequence: Sequence, seat: Seat) -> None:
         """What the speculator was not sent yet, of the tokens that it was just told of."""
         window = self._features.get(sequence)
         if window is None or not seat.speculator.wants_features:
@@ -337,44 +300,12 @@ class DraftDesk:
         handle = speculator.next_handle
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
-        speculator.eager += 1
-        seat = _Seat(speculator, handle, Pace(min(1.0, speculator.saves)))
+        saves = min(1.0, speculator.saves)
+        pace = Pace(saves, 1 if self._pays(speculator, saves) else _HESITANT)
+        speculator.eager += pace.eager
+        seat = Seat(speculator, handle, pace)
         self._seats[sequence].append(seat)
         if self._budget_of(sequence) > 0:  # read the prompt meanwhile: trees are asked for once there is a root
             speculator.outbox.assign(handle, sequence, 0)
             self._send_features(sequence, seat)
             seat.told_len = len(sequence.tokens)
-
-    @staticmethod
-    def _with_global_sources(speculator: Speculator, tree: TokenTree) -> TokenTree:
-        bits = speculator.source_bits
-        if tree.source_masks is None or bits == tuple(range(len(bits))):
-            return tree
-        return replace(tree, source_masks=tuple(_translate(mask, bits) for mask in tree.source_masks))
-
-
-def _known_already(seats: SequenceOf[_Seat], new: SequenceOf[int]) -> list[int]:
-    """For each seat how many of the new tokens, from the first on, a quicker speculator's tree had."""
-    if len(seats) < 2:
-        return [0] * len(seats)
-    had = [(seat.speculator.latency_s, _depth_along(seat.tree, new)) for seat in seats]
-    return [max((depth for latency_s, depth in had if latency_s < own), default=0) for own, _ in had]
-
-
-def _depth_along(tree: TokenTree | None, new: SequenceOf[int]) -> int:
-    """How many of the tokens lie in a tree, from its root's children on."""
-    node = 0
-    for depth, token_id in enumerate(new):
-        child = tree.child(node, token_id) if tree is not None else None
-        if child is None:
-            return depth
-        node = child
-    return len(new)
-
-
-def _translate(mask: int, bits: Iterable[int]) -> int:
-    return sum(1 << bit for k, bit in enumerate(bits) if mask >> k & 1)
-
-
-def _unless_empty(tree: TokenTree) -> TokenTree | None:
-    return tree if len(tree) > 1 else None

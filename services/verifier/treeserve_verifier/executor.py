@@ -19,6 +19,7 @@ from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.tree import TokenTree
 from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
+from treeserve_engine.block_manager import BlockManager
 from treeserve_engine.interface import DeviceModel, HiddenModel, Model
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.planner import PlannedSequence, StepPlan
@@ -142,21 +143,11 @@ class StepExecutor:
             # This thread holds the interpreter until the forward pass lets go of it; only then is `meanwhile` called.
             loop.call_soon_threadsafe(meanwhile)
             steps = [self._run(plan, top_tokens_for, features_for)]
-            while len(steps) <= then.steps and then.may_go_on() and self._reserve_next(steps[-1]):
-                steps.append(self._run(_plain_step_after(steps[-1]), top_tokens_for, features_for))
+            while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._runner.blocks, steps[-1]):
+                steps.append(self._run(plain_step_after(steps[-1]), top_tokens_for, features_for))
             return steps
 
         return await loop.run_in_executor(self._thread, run)
-
-    def _reserve_next(self, step: ExecutedStep) -> bool:
-        """Reserve a position for every sequence of a step, if all of them go on and there is room."""
-        blocks = self._runner.blocks
-        seq_ids = [result.planned.sequence.seq_id for result in step.results if result.goes_on]
-        if len(seq_ids) < len(step.results) or len(seq_ids) > blocks.free_blocks:
-            return False
-        for seq_id in seq_ids:
-            blocks.reserve(seq_id, 1)
-        return True
 
     def _run(self, plan: StepPlan, top_tokens_for: frozenset[int], features_for: frozenset[int]) -> ExecutedStep:
         start = time.perf_counter()
@@ -256,6 +247,34 @@ class StepExecutor:
         return outcome, tuple(_most_probable(logits[node][: self._vocab_size]) for node in path)
 
 
+def reserve_next(blocks: BlockManager, step: ExecutedStep) -> bool:
+    """Reserve a position for every sequence of a step, if all of them go on and there is room."""
+    seq_ids = [result.planned.sequence.seq_id for result in step.results if result.goes_on]
+    if len(seq_ids) < len(step.results) or len(seq_ids) > blocks.free_blocks:
+        return False
+    for seq_id in seq_ids:
+        blocks.reserve(seq_id, 1)
+    return True
+
+
+def plain_step_after(step: ExecutedStep) -> StepPlan:
+    """Each sequence's last token alone, after a step after which all of them go on."""
+    planned = []
+    for result in step.results:
+        assert result.outcome is not None
+        root = TokenTree.root_only(result.outcome.token_ids[-1])
+        planned.append(PlannedSequence(result.planned.sequence, 1, root))
+    return StepPlan(tuple(planned))
+
+
+def add_filled(blocks: BlockManager, seq_id: int, context: int) -> None:
+    """A sequence to time passes of, with so many KV positions. Whatever lies there: it takes no longer for that."""
+    blocks.add(seq_id)
+    if context:
+        blocks.reserve(seq_id, context)
+        blocks.commit(seq_id, range(context))
+
+
 def forward_ms(runner: ModelRunner, rows: int) -> float:
     """Duration of a forward pass over a fresh chain of `rows` tokens with logits for all of them, milliseconds."""
     return _time_ms(runner, rows, 0, range(rows))
@@ -268,10 +287,7 @@ def prefill_ms(runner: ModelRunner, rows: int, context: int) -> float:
 
 def _time_ms(runner: ModelRunner, rows: int, context: int, logits_rows: SequenceOf[int]) -> float:
     blocks, seq_id = runner.blocks, -1
-    blocks.add(seq_id)
-    if context:  # whatever lies there: numbers do not change how long it takes
-        blocks.reserve(seq_id, context)
-        blocks.commit(seq_id, range(context))
+    add_filled(blocks, seq_id, context)
     blocks.reserve(seq_id, rows)
     start = time.perf_counter()
     runner.forward([SequenceRows.from_chain(seq_id, [0] * rows, logits_rows)])
@@ -283,16 +299,6 @@ def _time_ms(runner: ModelRunner, rows: int, context: int, logits_rows: Sequence
 
 def _feature_shape(model: Model) -> FeatureShape | None:
     return model.feature_shape if isinstance(model, HiddenModel) and model.feature_shape.layers else None
-
-
-def _plain_step_after(step: ExecutedStep) -> StepPlan:
-    """Each sequence's last token alone."""
-    planned = []
-    for result in step.results:
-        assert result.outcome is not None  # all of them go on
-        root = TokenTree.root_only(result.outcome.token_ids[-1])
-        planned.append(PlannedSequence(result.planned.sequence, 1, root))
-    return StepPlan(tuple(planned))
 
 
 def _rows(planned: PlannedSequence, runner: ModelRunner) -> SequenceRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 
-from treeserve_core.prefix import extend_hashes
+from treeserve_core.prefix import PrefixHash, extend_hashes
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.sequence import Sequence
 
@@ -51,6 +51,7 @@ class KvRoom:
             sequence.seq_id,
             sequence.tokens,
             _owner(sequence),
+            names=self._names(sequence),
             compute_last=self._compute_last(sequence) if is_fresh else 1,
             compute_ms=self._token_ms(),
         )
@@ -62,18 +63,27 @@ class KvRoom:
         self._blocks.free(sequence.seq_id)
 
     def leave(self, sequence: Sequence) -> None:
-        """It ended."""
+        """It ended while it ran."""
         self._blocks.free(sequence.seq_id, self._lease_s if sequence.submission.session_id else 0.0)
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It ended, and holds no blocks: KV that it alone could find is of no use to anybody."""
+        if not sequence.submission.tenant:
+            self._blocks.forget(self._names(sequence))
 
     def _blocks_of(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self._blocks.block_size)
 
     def _to_take(self, sequence: Sequence) -> int:
         """Free blocks that its tokens take: those that others hold cost nothing."""
+        return self._blocks.blocks_to_take(self._names(sequence), len(sequence.tokens))
+
+    def _names(self, sequence: Sequence) -> list[PrefixHash]:
         sequence.prefix_names = extend_hashes(
             sequence.prefix_names, sequence.tokens, self._blocks.block_size, _owner(sequence)
         )
-        return self._blocks.blocks_to_take(sequence.prefix_names, len(sequence.tokens))
+        return sequence.prefix_names
 
 
 def _owner(sequence: Sequence) -> str:

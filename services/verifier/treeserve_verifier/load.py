@@ -20,7 +20,6 @@ class Load:
         preemptible: running ones that a more urgent one may pause.
         step_ms: what a step takes, smoothed; 0 before the first.
         prefill_tokens_per_s: prompt tokens computed a second of the steps that compute any; 0 before the first.
-        cached_blocks: of the free blocks, those that hold a prefix which can be reused.
     """
 
     sequences: int
@@ -31,19 +30,16 @@ class Load:
     preemptible: int = 0
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    cached_blocks: int = 0
 
     def resembles(self, other: Load, few_blocks: int) -> bool:
         """Whether nothing changed but a few blocks, and times by less than a fifth."""
-        blocks = abs(self.free_blocks - other.free_blocks), abs(self.cached_blocks - other.cached_blocks)
         times = (self.step_ms, other.step_ms), (self.prefill_tokens_per_s, other.prefill_tokens_per_s)
         return (
-            max(blocks) <= few_blocks
+            abs(self.free_blocks - other.free_blocks) <= few_blocks
             and all(abs(a - b) <= _SIMILAR * max(a, b) for a, b in times)
             and replace(
                 self,
                 free_blocks=other.free_blocks,
-                cached_blocks=other.cached_blocks,
                 step_ms=other.step_ms,
                 prefill_tokens_per_s=other.prefill_tokens_per_s,
             )

@@ -81,7 +81,6 @@ class VerifyLoop:
             preemptible=scheduler.preemptible,
             step_ms=self._speed.step_ms,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
-            cached_blocks=scheduler.cached_blocks,
         )
 
     def prices(self) -> Prices:
@@ -224,8 +223,8 @@ class VerifyLoop:
 
     def _draft_here(self) -> None:
         """Take the trees of the drafter in this process."""
-        if self._colocated is not None and self._colocated.is_due:
-            self._colocated.draft(self._desk, self.prices())
+        if self._colocated is not None:
+            self._colocated.draft(self.prices)
 
     def _settle(self, result: StepResult, node_cost: float) -> None:
         sequence = result.planned.sequence

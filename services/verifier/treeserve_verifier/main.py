@@ -26,7 +26,7 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.colocated import build_colocated
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.cost_model import MOST_MEASURED_ROWS, CostModel
+from treeserve_verifier.cost_model import MOST_MEASURED_CONTEXT, MOST_MEASURED_ROWS, CostModel
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.drafting import DraftDesk
@@ -47,7 +47,6 @@ _log = structlog.get_logger(__name__)
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 _STOP_GRACE_S = 1.0
 _MB = 1_000_000
-_MEASURED_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
     cost = CostModel.measure(
         functools.partial(forward_ms, runner),
         functools.partial(prefill_ms, runner),
-        most_context=min(_MEASURED_CONTEXT, room - MOST_MEASURED_ROWS),
+        most_context=min(MOST_MEASURED_CONTEXT, room - MOST_MEASURED_ROWS),
     )
     divergence = measure_divergence(model)
     if not math.isfinite(divergence):

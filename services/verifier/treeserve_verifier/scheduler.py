@@ -91,11 +91,6 @@ class Scheduler:
         """KV blocks that no sequence holds."""
         return self._blocks.free_blocks
 
-    @property
-    def cached_blocks(self) -> int:
-        """Those of them that hold a prefix which can be reused."""
-        return self._blocks.cached_blocks
-
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
@@ -295,6 +290,7 @@ class Scheduler:
             self._room.leave(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+            self._room.forget(sequence)
         else:
             return
         self._on_end(sequence)

@@ -31,7 +31,7 @@ class _DecisionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_KIND_QUEUED: _DecisionKind.ValueType  # 1
     """It waits for a verifier from now on."""
     DECISION_KIND_REFUSED: _DecisionKind.ValueType  # 2
-    """Its target for the first token cannot be met."""
+    """It is turned away: it cannot be in time, the queue is full, or another took its place there."""
     DECISION_KIND_BLOCKED: _DecisionKind.ValueType  # 3
     """It is the first that waits for room."""
     DECISION_KIND_PLACED: _DecisionKind.ValueType  # 4
@@ -53,7 +53,7 @@ DECISION_KIND_UNSPECIFIED: DecisionKind.ValueType  # 0
 DECISION_KIND_QUEUED: DecisionKind.ValueType  # 1
 """It waits for a verifier from now on."""
 DECISION_KIND_REFUSED: DecisionKind.ValueType  # 2
-"""Its target for the first token cannot be met."""
+"""It is turned away: it cannot be in time, the queue is full, or another took its place there."""
 DECISION_KIND_BLOCKED: DecisionKind.ValueType  # 3
 """It is the first that waits for room."""
 DECISION_KIND_PLACED: DecisionKind.ValueType  # 4

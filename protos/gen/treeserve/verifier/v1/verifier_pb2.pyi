@@ -79,7 +79,7 @@ class DecodeWelcome(_message.Message):
     max_context_tokens: _builtins.int
     """Longest prompt plus output in tokens."""
     max_sequences: _builtins.int
-    """Sequences it holds at once."""
+    """Sequences it runs at once, in places for realtime ones alone too."""
     dtype: _builtins.str
     """Element type of the weights."""
     block_size: _builtins.int
@@ -441,7 +441,6 @@ class LoadReport(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.int
     """Sequences held."""
     free_blocks: _builtins.int
@@ -459,9 +458,7 @@ class LoadReport(_message.Message):
     step_ms: _builtins.float
     """What a step takes at present, milliseconds, smoothed; 0 before the first."""
     prefill_tokens_per_s: _builtins.float
-    """Prompt tokens it computes a second while it also decodes; 0 if unknown."""
-    cached_blocks: _builtins.int
-    """KV blocks among the free ones that hold a prefix which can be reused."""
+    """Prompt tokens computed a second of the steps that compute any; 0 before the first."""
     def __init__(
         self,
         *,
@@ -474,11 +471,10 @@ class LoadReport(_message.Message):
         preemptible: _builtins.int = ...,
         step_ms: _builtins.float = ...,
         prefill_tokens_per_s: _builtins.float = ...,
-        cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "preemptible", b"preemptible", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sequences", b"sequences", "speculators", b"speculators", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "preemptible", b"preemptible", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sequences", b"sequences", "speculators", b"speculators", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,102 @@
+"""A sequence at one speculator: what that was told of it, and what is left of its newest tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from treeserve_core.tree import TokenTree
+from treeserve_verifier.pacing import MAX_INTERVAL, Pace
+from treeserve_verifier.speculator import Speculator
+
+
+@dataclass(eq=False)
+class Seat:
+    """A sequence at one speculator. The draft desk owns it.
+
+    Attributes:
+        told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
+        told_features: place of the token after the last one whose features it was sent.
+        pace: what its trees are worth here, and how often it is asked.
+        top_token_ids: of the tokens that it was not told yet, if it wants them.
+        known: of the tokens that it was not told yet, how many were in trees of quicker speculators.
+        tree: what is left of its newest tree under the present root.
+        tree_base: committed length for which that was drawn.
+        offered: whether a step could use it.
+    """
+
+    speculator: Speculator
+    handle: int
+    pace: Pace
+    told_len: int = 0
+    told_features: int = 0
+    top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    known: int = 0
+    tree: TokenTree | None = None
+    tree_base: int = 0
+    offered: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a tree was asked for and did not come."""
+        return self.handle in self.speculator.asked
+
+    @property
+    def interval(self) -> int:
+        """Tokens from one ask to the next.
+
+        An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
+        """
+        return MAX_INTERVAL if self.waits else self.pace.interval
+
+    def take(self, tree: TokenTree, base: int) -> None:
+        """A tree came that was drawn for `base` committed tokens; `tree` is what is left of it."""
+        if base >= self.tree_base:  # else reordered: a newer tree is here already
+            self.tree, self.tree_base, self.offered = _unless_empty(tree), base, False
+
+    def offer(self) -> TokenTree | None:
+        """The tree for a step, its sources as the verifier numbers them; None without one."""
+        if self.tree is None:
+            return None
+        self.offered = True
+        bits = self.speculator.source_bits
+        if self.tree.source_masks is None or bits == tuple(range(len(bits))):
+            return self.tree
+        return replace(self.tree, source_masks=tuple(_translate(mask, bits) for mask in self.tree.source_masks))
+
+    def move_along(self, new: Sequence[int]) -> bool:
+        """Re-root the tree along tokens that were committed. True if nothing is left of it and no step had it."""
+        if self.tree is None:
+            return False
+        left = self.tree.rerooted(new)
+        is_late = left is None and not self.offered
+        self.tree = None if left is None else _unless_empty(left)
+        self.offered = self.offered and self.tree is not None
+        return is_late
+
+
+def known_already(seats: Sequence[Seat], new: Sequence[int]) -> list[int]:
+    """For each seat how many of the new tokens, from the first on, a quicker speculator's tree had."""
+    if len(seats) < 2:
+        return [0] * len(seats)
+    had = [(seat.speculator.latency_s, _depth_along(seat.tree, new)) for seat in seats]
+    return [max((depth for latency_s, depth in had if latency_s < own), default=0) for own, _ in had]
+
+
+def _depth_along(tree: TokenTree | None, new: Sequence[int]) -> int:
+    """How many of the tokens lie in a tree, from its root's children on."""
+    node = 0
+    for depth, token_id in enumerate(new):
+        child = tree.child(node, token_id) if tree is not None else None
+        if child is None:
+            return depth
+        node = child
+    return len(new)
+
+
+def _translate(mask: int, bits: Sequence[int]) -> int:
+    return sum(1 << bit for k, bit in enumerate(bits) if mask >> k & 1)
+
+
+def _unless_empty(tree: TokenTree) -> TokenTree | None:
+    return tree if len(tree) > 1 else None
