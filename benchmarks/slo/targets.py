@@ -37,10 +37,10 @@ class Multiple:
 
 
 MULTIPLES: Mapping[ServiceClass, Multiple] = {
-    "realtime": Multiple(4, 2.5),
-    "interactive": Multiple(8, 4),
-    "standard": Multiple(25, 8),
-    "batch": Multiple(100, 16),
+    "realtime": Multiple(6, 4),
+    "interactive": Multiple(12, 6),
+    "standard": Multiple(30, 12),
+    "batch": Multiple(100, 24),
 }
 
 Targets = Mapping[ServiceClass, Target]

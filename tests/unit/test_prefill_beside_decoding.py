@@ -146,13 +146,12 @@ def test_nodes_that_do_not_pay_are_none_beside_a_prompt_either() -> None:
     assert planner.node_cost(plan) == 0.0
 
 
-def test_who_is_late_is_drafted_for_where_nodes_do_not_pay() -> None:
-    steep = CostModel({rows: float(rows) for rows in range(1, 65)})
-    planner = StepPlanner(make_config(step_rows=64, max_nodes=8), steep)
+def test_where_nodes_do_not_pay_nobody_is_drafted_for() -> None:
+    planner = StepPlanner(make_config(step_rows=64, max_nodes=8), CostModel({r: float(r) for r in range(1, 65)}))
     promised = make_sequence(limits=SequenceLimits(tpot_ms=20))
-    assert planner.draft_budget(promised, 8, slack_ms=100.0) == 0
-    assert planner.draft_budget(promised, 8, slack_ms=4.0) == 7
     assert planner.draft_budget(promised, 8) == 0
+    flat = StepPlanner(make_config(step_rows=64, max_nodes=8), CostModel({64: 5.0}))
+    assert flat.draft_budget(promised, 8) == 7
 
 
 def test_a_late_sequence_gets_the_nodes_that_bring_it_in_time() -> None:

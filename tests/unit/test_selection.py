@@ -127,6 +127,13 @@ def test_the_most_behind_comes_first() -> None:
     assert chosen(b, a, cost=cost, room=8)[1] == 6, "three tokens are what it needs"
 
 
+def test_where_all_are_behind_nodes_that_do_not_pay_help_nobody() -> None:
+    cost = CostModel({8: 10.0, 16: 20.0})
+    late = Offer(chain(0.9, 0.8, 0.7), slack_ms=2.0, token_ms=9.0, tokens_left=100)
+    assert chosen(late, *[Offer()] * 7, cost=cost)[0] > 0, "who is behind alone may take the time of others"
+    assert chosen(*[late] * 8, cost=cost) == [0] * 8, "7.2 tokens more than eight, for twice the time"
+
+
 def test_what_is_lost_takes_nothing_from_others() -> None:
     cost = CostModel({8: 10.0, 16: 14.0})
     crowd = [Offer() for _ in range(7)]

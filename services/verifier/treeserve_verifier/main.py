@@ -161,7 +161,7 @@ class Verifier:
         self._desk = DraftDesk(
             clock,
             config.draft_wait_ms / 1e3,
-            lambda s: planner.draft_budget(s, len(self._scheduler), self._scheduler.slack_ms(s)),
+            lambda s: planner.draft_budget(s, len(self._scheduler)),
             lambda: planner.prices(len(self._scheduler.running)),
             executor.feature_shape,
         )

@@ -129,17 +129,13 @@ class StepPlanner:
         self._config = config
         self._cost = cost
 
-    def draft_budget(self, sequence: Sequence, running: int, slack_ms: float = math.inf) -> int:
-        """Nodes a drafter should draw for the sequence, the root not counted; 0 where none would pay.
-
-        Args:
-            slack_ms: until its next token is due. Who would be late is drafted for though others pay for it.
-        """
+    def draft_budget(self, sequence: Sequence, running: int) -> int:
+        """Nodes a drafter should draw for the sequence, the root not counted; 0 where none would pay."""
         limit = sequence.submission.limits.max_nodes
         share = (self._config.step_rows - running) // max(running, 1)
         if sequence.max_len - len(sequence.tokens) <= 1:  # the bonus token alone finishes it
             return 0
-        if slack_ms >= self._cost.step_ms(max(running, 1)) and self.prices(running).row > _MOST_OF_A_TOKEN:
+        if self.prices(running).row > _MOST_OF_A_TOKEN:
             return 0
         # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
         pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES

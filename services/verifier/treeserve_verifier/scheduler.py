@@ -162,10 +162,6 @@ class Scheduler:
             found.append(Candidate(sequence, uncomputed, tree, self._slack_ms(sequence, now)))
         return found
 
-    def slack_ms(self, sequence: Sequence) -> float:
-        """Time until the sequence's next token is due; infinite before the first, and if nothing was promised."""
-        return self._slack_ms(sequence, self._clock())
-
     def uncomputed(self, sequence: Sequence) -> int:
         """Committed tokens of a running sequence without KV, the root included."""
         return len(sequence.tokens) - self._blocks.computed_len(sequence.seq_id)

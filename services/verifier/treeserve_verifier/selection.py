@@ -76,14 +76,16 @@ class Selection:
     def _meet_targets(self, room: int) -> int:
         """First phase: the most behind first, give each what it needs. Returns how many nodes were chosen.
 
-        They may cost more than they pay, as long as nobody who is in time comes too late by them.
+        They may cost more than they pay, as long as those who are behind get more tokens per unit time together, and
+        nobody who is in time comes too late by them. So the time is taken from those who have some.
         """
         step_ms = self.step_ms
         behind = [(self._need(i, step_ms), i) for i, offer in enumerate(self._offers) if offer.slack_ms < step_ms]
+        all_behind = [i for _, i in behind]
         chosen = 0
         for need, i in sorted(behind, reverse=True):
             if need > 1.0 + self.expected[i]:
-                count = self._count_for(i, room - chosen)
+                count = self._count_for(i, room - chosen, all_behind)
                 self._take(i, count)
                 chosen += count
         return chosen
@@ -94,18 +96,25 @@ class Selection:
         deepest = max((depth for _, depth, *_ in offer.nodes), default=0)
         return min(1.0 + (step_ms - offer.slack_ms) / offer.token_ms, deepest + 1.0)
 
-    def _count_for(self, index: int, room: int) -> int:
+    def _count_for(self, index: int, room: int, behind: Sequence[int]) -> int:
         """The fewest nodes that bring this sequence in time; if none do, those that make it fastest.
 
         None if even so its promise is lost: what it cannot use would be taken from others.
+
+        Args:
+            behind: all who are.
         """
+        before = together = sum(1.0 + self.expected[i] for i in behind)
+        before_ms = self.step_ms
         offer, emitted, limit_ms = self._offers[index], 1.0 + self.expected[index], self._limit_ms(index)
         best, best_token_ms = 0, self.step_ms / emitted
         for count, node in enumerate(offer.nodes[:room], start=1):
             step_ms = self._cost.step_ms(self._rows + count)
             if step_ms > limit_ms:
                 break
-            emitted -= node[0]
+            emitted, together = emitted - node[0], together - node[0]
+            if together * before_ms < before * step_ms:
+                continue
             if emitted >= self._need(index, step_ms):
                 return count
             if step_ms / emitted < best_token_ms:
