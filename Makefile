@@ -119,7 +119,7 @@ bench-sessions: setup ## Second turns of conversations against cold ones, with o
 simulate-check: setup ## The simulator's predictions beside a real run, and 64 verifiers under bursts; ARGS=--quick
 	$(BIN)/python -m benchmarks.simulator $(ARGS)
 
-chaos: setup ## Kill, drain and pause every role under 300 requests: outputs must be whole (6 minutes); ARGS=--quick
+chaos: setup ## Kill, drain and pause every role under 300 requests: outputs must be whole (2 minutes); ARGS=--quick
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 gpu-check: setup ## On a GPU: prove and time the kernels, write benchmarks/results
