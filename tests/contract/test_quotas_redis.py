@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from support.valkey import client, connected_link, running_valkey
@@ -18,12 +18,6 @@ from treeserve_router.shared_quotas import LEASE_S, SharedQuotas
 from treeserve_router.tenants import TenantPolicy, Tenants
 
 ACME = tenant_label("acme")
-
-
-@pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as server:
-        yield server
 
 
 @contextlib.asynccontextmanager

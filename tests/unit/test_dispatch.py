@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.dispatching import BookedPool, Clock, ticket
+from support.clock import Clock
+from support.dispatching import BookedPool, ticket
 
 from treeserve_core.qos import DEFAULT_POLICIES
 from treeserve_core.sampling import ServiceClass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from support.dispatching import BookedPool, Clock, ticket
+from support.clock import Clock
+from support.dispatching import BookedPool, ticket
 
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.dispatcher import Dispatcher

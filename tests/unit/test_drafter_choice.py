@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
+from support.clock import Clock
 
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
@@ -17,13 +18,6 @@ from treeserve_speculator.sources.growth import GrowthLimits, TreeGrowth
 
 LIMITS = TreeLimits(8, 8)
 PRICES = DraftPrices(token_us=3400.0, node=0.04)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Teller:

@@ -7,7 +7,8 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from support.dispatching import BookedPool, Clock, ticket
+from support.clock import Clock
+from support.dispatching import BookedPool, ticket
 
 from treeserve_core.errors import NotFoundError, OverloadedError, PermissionDeniedError
 from treeserve_core.sampling import ServiceClass

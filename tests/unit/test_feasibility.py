@@ -7,7 +7,8 @@ import weakref
 from typing import Any
 
 import pytest
-from support.dispatching import BookedPool, Clock, ticket
+from support.clock import Clock
+from support.dispatching import BookedPool, ticket
 
 from treeserve_core.errors import OverloadedError
 from treeserve_core.qos import DEFAULT_POLICIES, QosPolicy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.dispatching import BookedVerifier, Clock, ticket
+from support.clock import Clock
+from support.dispatching import BookedVerifier, ticket
 
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.placement import Backlog

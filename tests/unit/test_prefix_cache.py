@@ -6,20 +6,13 @@ import threading
 from collections.abc import Iterable
 
 import pytest
+from support.clock import Clock
 
 from treeserve_core.prefix import prefix_hashes
 from treeserve_engine.block_manager import BlockManager, OutOfBlocksError
 
 SIZE = 4
 PROMPT = tuple(range(100, 114))  # three full blocks and two tokens
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def manager(num_blocks: int = 16, clock: Clock | None = None) -> BlockManager:

@@ -11,6 +11,7 @@ from itertools import count, islice
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from treeserve_core.errors import OverloadedError
 from treeserve_core.qos import DEFAULT_POLICIES
@@ -21,14 +22,6 @@ from treeserve_router.order import ArrivalOrder, QosOrder
 from treeserve_router.queue import RequestQueue, Ticket
 
 REALTIME, INTERACTIVE, STANDARD, BATCH = ServiceClass
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ticket(

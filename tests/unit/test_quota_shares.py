@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from support.clock import Clock
 
 from treeserve_core.errors import OverloadedError
 from treeserve_router.admission import tenant_label
@@ -14,14 +15,6 @@ from treeserve_router.shared_quotas import Answer
 from treeserve_router.tenants import TenantPolicy, Tenants
 
 ACME, OTHER = tenant_label("acme"), tenant_label("other")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class ScriptedRedis:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from treeserve_core.errors import OverloadedError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import RouterRequest
 from treeserve_router.mailbox import Mailbox
 from treeserve_router.queue import RequestQueue, Ticket
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ticket(

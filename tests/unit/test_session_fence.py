@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.clock import Clock
 
 from treeserve_core.errors import StaleEpochError
 from treeserve_verifier.session_fence import SessionFence
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_an_older_turn_is_refused_and_the_newest_may_come_again() -> None:
-    fence = SessionFence(Clock())
+    fence = SessionFence(Clock(0.0))
     fence.check("t", "s", 5)
     fence.check("t", "s", 5)
     fence.check("t", "s", 7)
@@ -28,7 +21,7 @@ def test_an_older_turn_is_refused_and_the_newest_may_come_again() -> None:
 
 
 def test_a_refused_turn_moves_nothing() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     fence = SessionFence(clock, ttl_s=10)
     fence.check("t", "s", 7)
     clock.now = 9
@@ -39,7 +32,7 @@ def test_a_refused_turn_moves_nothing() -> None:
 
 
 def test_sessions_and_tenants_are_fenced_by_themselves() -> None:
-    fence = SessionFence(Clock())
+    fence = SessionFence(Clock(0.0))
     fence.check("t", "s", 7)
     fence.check("t", "another", 1)
     fence.check("another", "s", 1)
@@ -47,7 +40,7 @@ def test_sessions_and_tenants_are_fenced_by_themselves() -> None:
 
 @pytest.mark.parametrize(("session_id", "epoch"), [("s", 0), ("", 3)])
 def test_what_nobody_counts_passes_and_fences_nothing(session_id: str, epoch: int) -> None:
-    fence = SessionFence(Clock())
+    fence = SessionFence(Clock(0.0))
     fence.check("t", "s", 7)
     fence.check("t", session_id, epoch)
     fence.check("t", "s", 7)
@@ -55,7 +48,7 @@ def test_what_nobody_counts_passes_and_fences_nothing(session_id: str, epoch: in
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
-    fence = SessionFence(Clock(), max_sessions=3)
+    fence = SessionFence(Clock(0.0), max_sessions=3)
     for n in range(10):
         fence.check("t", f"s{n}", 10)
     assert len(fence) == 3
@@ -65,7 +58,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 
 
 def test_a_session_in_use_outlives_idle_ones() -> None:
-    fence = SessionFence(Clock(), max_sessions=2)
+    fence = SessionFence(Clock(0.0), max_sessions=2)
     fence.check("t", "used", 1)
     fence.check("t", "idle", 1)
     fence.check("t", "used", 2)
@@ -75,7 +68,7 @@ def test_a_session_in_use_outlives_idle_ones() -> None:
 
 
 def test_expired_sessions_are_forgotten() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     fence = SessionFence(clock, ttl_s=10)
     for n in range(5):
         fence.check("t", f"s{n}", 1)
