@@ -38,6 +38,7 @@ from benchmarks.peers.process import ROOT
 from benchmarks.peers.run import machine, make_settings, rounded, without_paths, without_root
 from benchmarks.peers.tasks import Conversation
 from benchmarks.terminal import make_console
+from benchmarks.treeserve_set import add_treeserve_set, name_value
 from treeserve_engine.interface import Model
 from treeserve_engine.loading import load_model
 from treeserve_engine.runner import ModelRunner
@@ -200,17 +201,22 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--prompts", type=Path, action="append", default=[], help="more prompts: Spec-Bench, ShareGPT or plain JSONL")
     add("--drafters", type=Path, help="folder of trained drafters; without it the shipped ones")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
-    add("--also", action="append", default=[], metavar="NAME=FOLDER", help="one more draft model, alone")
+    add(
+        "--also",
+        action="append",
+        default=[],
+        type=name_value,
+        metavar="NAME=FOLDER",
+        help="one more draft model, alone",
+    )
     add("--corpus", type=Path, help="file of `treeserve corpus build`, for the corpus source alone")
     add("--only", default="", help="configurations to run, comma-separated")
     add("--live", action="store_true", help="also measure a local cluster end to end, with speculation and without")
     add("--live-rounds", type=int, default=3, help="rounds of that, each with a fresh cluster (3)")
     add("--live-per-task", type=int, default=4, help="requests of each task in a round (4)")
-    add("--treeserve-set", action="append", default=[], metavar="NAME=VALUE", help="as for bench-peers, with --live")
+    add_treeserve_set(parser, ", with --live")
     add("--json", type=Path, default=RESULTS, help="where the result goes")
     args = parser.parse_args(argv)
-    if wrong := [pair for pair in (*args.also, *args.treeserve_set) if "=" not in pair]:
-        parser.error(f"{wrong[0]!r} is not NAME=VALUE")
     if args.quick:
         args.nodes, args.max_tokens, args.per_task, args.live_rounds, args.live_per_task = "8", 32, 2, 1, 1
     try:

@@ -28,6 +28,7 @@ from benchmarks.peers.treeserve import OFF, ON, Treeserve
 from benchmarks.rendered_prompts import rendered_prompts
 from benchmarks.result_file import origin, write_result
 from benchmarks.terminal import make_console
+from benchmarks.treeserve_set import add_treeserve_set
 from treeserve_text.tokenizer import Tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results" / "never_slower.json"
@@ -109,11 +110,9 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--quick", action="store_true", help="one short round: does everything run?")
     add("--rounds", type=int, help="pairs of each cell")
     add("--dtype", default="int8", help="the target's (int8)")
-    add("--treeserve-set", action="append", default=[], metavar="NAME=VALUE", help="as for bench-peers")
+    add_treeserve_set(parser)
     add("--json", type=Path, default=RESULTS, help="where the result goes")
     args = parser.parse_args(argv)
-    if wrong := [option for option in args.treeserve_set if "=" not in option]:
-        parser.error(f"{wrong[0]!r} is not NAME=VALUE")
     plan = QUICK if args.quick else FULL
     if args.rounds is not None:
         if args.rounds < 1:

@@ -28,6 +28,7 @@ from benchmarks.peers.rounds import Group, Plan, Rounds
 from benchmarks.peers.tasks import Request, load_tasks, select_requests
 from benchmarks.peers.vllm import NGRAM as VLLM_NGRAM
 from benchmarks.peers.vllm import Vllm
+from benchmarks.treeserve_set import add_treeserve_set
 from treeserve_cli.layout import DEFAULT_MODEL
 from treeserve_engine.checkpoint import prepare_checkpoint
 from treeserve_text.tokenizer import Tokenizer
@@ -93,21 +94,13 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="threads of every peer; treeserve has its own default"
     )
-    parser.add_argument(
-        "--treeserve-set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of `treeserve up` (sources=ngram,suffix) or a service's setting (verifier.threads=2)",
-    )
+    add_treeserve_set(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; by default all")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
     args = parser.parse_args(argv)
     systems = tuple(args.systems.split(","))
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}")
-    if wrong := [option for option in args.treeserve_set if "=" not in option]:
-        parser.error(f"{wrong[0]!r} is not NAME=VALUE")
     return Options(args.quick, args.dtype, args.threads, tuple(args.treeserve_set), systems, args.json)
 
 

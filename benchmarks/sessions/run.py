@@ -29,6 +29,7 @@ from benchmarks.result_file import origin, write_result
 from benchmarks.sessions.conversations import TwoTurns, all_texts, make_conversations
 from benchmarks.sessions.turns import Pair, figures, run_conversations, same_answers
 from benchmarks.terminal import make_console
+from benchmarks.treeserve_set import add_treeserve_set
 from treeserve_client import AsyncClient, TreeserveClientError
 from treeserve_text.tokenizer import Tokenizer
 
@@ -151,9 +152,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--quick", action="store_true", help="two short conversations: does everything run?")
     add("--dtype", default="int8", help="the target's (int8)")
-    add("--treeserve-set", action="append", default=[], metavar="NAME=VALUE", help="as for bench-peers")
+    add_treeserve_set(parser)
     add("--json", type=Path, default=RESULTS, help="where the result goes")
     args = parser.parse_args(argv)
-    if wrong := [option for option in args.treeserve_set if "=" not in option]:
-        parser.error(f"{wrong[0]!r} is not NAME=VALUE")
     return Options(QUICK if args.quick else FULL, args.quick, args.dtype, tuple(args.treeserve_set), args.json)

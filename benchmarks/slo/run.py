@@ -24,6 +24,7 @@ from benchmarks.slo.measure import Bench, Plan
 from benchmarks.slo.systems import FIXED_NODES, TREESERVE, make_systems
 from benchmarks.slo.targets import MULTIPLES, Multiple, parse_multiple
 from benchmarks.terminal import make_console
+from benchmarks.treeserve_set import add_treeserve_set
 from treeserve_client import ServiceClass
 from treeserve_text.tokenizer import Tokenizer
 
@@ -110,15 +111,13 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--target", action="append", default=[], metavar="CLASS=TTFT:TPOT", help="multiples of the unloaded latencies")
     add("--fixed-nodes", type=int, default=FIXED_NODES, help=f"nodes of the fixed trees ({FIXED_NODES})")
     add("--dtype", default="int8", help="the target's (int8)")
-    add("--treeserve-set", action="append", default=[], metavar="NAME=VALUE", help="as for bench-peers, all systems")
+    add_treeserve_set(parser, ", of all systems")
     add("--requests", type=Path, help="folder for each request's figures, as JSONL; by default slo in the cache")
     add("--json", type=Path, default=RESULTS, help="where the result goes")
     args = parser.parse_args(argv)
     parts = tuple(args.only.split(","))
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}")
-    if wrong := [option for option in args.treeserve_set if "=" not in option]:
-        parser.error(f"{wrong[0]!r} is not NAME=VALUE")
     try:
         multiples = dict(MULTIPLES) | dict(map(parse_multiple, args.target))
         loads = tuple(map(float, args.loads.split(","))) if args.loads else None

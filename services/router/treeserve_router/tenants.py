@@ -66,11 +66,6 @@ class Tenants:
         """A tenant's weight in fair shares."""
         return self.policy(label).weight
 
-    @property
-    def have_quotas(self) -> bool:
-        """Whether anybody is limited."""
-        return any(policy.has_quota for policy in (self._rest, *self._by_label.values()))
-
 
 def tenants_from(value: Mapping[str, Any]) -> Mapping[str, TenantPolicy]:
     """Policies from configuration: by tenant, the fields of `TenantPolicy`; those left out are the rest's.
