@@ -64,6 +64,7 @@ lint: $(INSTALLED) $(CHART_TOOLS) ## Style, types, layers, protos, chart
 	$(BIN)/python protos/generate.py --check
 	mkdir -p .cache && $(BIN)/python protos/generate.py --image .cache/protos.binpb
 	cd protos && ../$(BIN)/buf lint ../.cache/protos.binpb --config buf.yaml
+	cd protos && ../$(BIN)/buf breaking ../.cache/protos.binpb --against released.binpb --config buf.yaml
 	.tools/helm lint --strict deploy/helm/treeserve
 
 format: $(INSTALLED) ## Rewrite the code in the house style

@@ -1,6 +1,6 @@
 """The client SDK: sync and async generation over gRPC. Needs grpcio, grpcio-status and protobuf only."""
 
-from treeserve_client.client import AsyncClient, AsyncStream, Client, Stream
+from treeserve_client.client import AsyncClient, Client
 from treeserve_client.errors import (
     Aborted,
     Cancelled,
@@ -15,6 +15,7 @@ from treeserve_client.errors import (
 )
 from treeserve_client.explanation import Decision, Explanation, PlacementCost
 from treeserve_client.request import GenerateParams, Preset, ServiceClass
+from treeserve_client.stream import AsyncStream, Stream
 from treeserve_client.types import (
     AcceptanceRule,
     Chunk,

@@ -1,21 +1,20 @@
-"""The clients: thin sync and async shells around `Generation`."""
+"""The clients: every call of the API, sync and async."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias, TypeVar, Unpack
 
 import grpc
 
 from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
-from treeserve_client.errors import Cancelled, InvalidArgument, NotFound, Unavailable, from_rpc
+from treeserve_client.errors import Unavailable, from_rpc
 from treeserve_client.explanation import Explanation
 from treeserve_client.generation import CallOptions, Generation
 from treeserve_client.request import GenerateParams, build_request
 from treeserve_client.routers import Routers
-from treeserve_client.types import Chunk, Completion, Model, Started
+from treeserve_client.stream import AsyncRouters, AsyncStream, AsyncStub, Stream, Stub, SyncRouters
+from treeserve_client.types import Completion, Model
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -26,161 +25,9 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
-_Stub: TypeAlias = inference_pb2_grpc.InferenceServiceStub
-_AsyncStub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
-_SyncRouters: TypeAlias = Routers[grpc.Channel, _Stub]
-_AsyncRouters: TypeAlias = Routers[grpc.aio.Channel, _AsyncStub]
 _T = TypeVar("_T")
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
-
-
-class _StreamState:
-    """What both kinds of stream show."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-
-    @property
-    def started(self) -> Started | None:
-        """What the router admitted: seed, prompt length, ids. None until it has, at the latest with the first chunk."""
-        return self._generation.started
-
-    @property
-    def result(self) -> Completion:
-        """The whole completion, once the iterator is exhausted. Raises RuntimeError before."""
-        if self._generation.result is None:
-            raise RuntimeError("the generation has not finished")
-        return self._generation.result
-
-
-class Stream(_StreamState):
-    """An iterator over the chunks of one generation, which runs already.
-
-    Iterating raises TreeserveClientError if the generation fails. Closing the stream, or leaving its ``with`` block,
-    cancels what still runs.
-    """
-
-    def __init__(self, routers: _SyncRouters, generation: Generation) -> None:
-        super().__init__(generation)
-        self._routers = routers
-        self._closed = threading.Event()
-        self._call = self._open()
-        self._chunks = self._run()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
-
-    def __next__(self) -> Chunk:
-        return next(self._chunks)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancel the generation if it still runs; iteration ends. Any thread may call it, and again."""
-        self._closed.set()
-        self._call.cancel()
-
-    def _open(self) -> Any:  # an iterator of responses with cancel(); grpc's type for it has no public name
-        self._stub = self._routers.stub
-        generation = self._generation
-        return self._stub.Generate(generation.request, timeout=generation.remaining_s, metadata=generation.metadata)
-
-    def _run(self) -> Iterator[Chunk]:
-        try:
-            while not self._closed.is_set():
-                try:
-                    for event in self._call:
-                        chunk = self._generation.receive(event)
-                        if chunk is not None:
-                            yield chunk
-                    self._generation.check_ended()
-                    return
-                except grpc.RpcError as error:
-                    if self._closed.is_set():
-                        return
-                    delay_s = self._generation.resume_delay_s(error)
-                    if not isinstance(
-                        from_rpc(error), NotFound | InvalidArgument
-                    ):  # it works, and takes the whole request
-                        self._routers.turn_away(self._stub)
-                if delay_s is None or self._closed.wait(delay_s):
-                    return
-                self._call = self._open()
-        finally:
-            self._call.cancel()
-
-
-class AsyncStream(_StreamState):
-    """An async iterator over the chunks of one generation, which runs already.
-
-    Iterating raises TreeserveClientError if the generation fails. Closing the stream, or leaving its ``async with``
-    block, cancels what still runs.
-    """
-
-    def __init__(self, routers: _AsyncRouters, generation: Generation) -> None:
-        super().__init__(generation)
-        self._routers = routers
-        self._closed = False
-        self._call = self._open()
-        self._chunks = self._run()
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        return await anext(self._chunks)
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancel the generation if it still runs; iteration ends. Any task may call it, and again."""
-        self._closed = True
-        self._call.cancel()
-
-    def _open(self) -> grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]:
-        self._stub = self._routers.stub
-        generation = self._generation
-        return self._stub.Generate(generation.request, timeout=generation.remaining_s, metadata=generation.metadata)
-
-    async def _run(self) -> AsyncIterator[Chunk]:
-        try:
-            while not self._closed:
-                try:
-                    async for event in self._call:
-                        chunk = self._generation.receive(event)
-                        if chunk is not None:
-                            yield chunk
-                    self._generation.check_ended()
-                    return
-                except asyncio.CancelledError:
-                    # Raised for a call that a `close` cancelled, too; only a task's own cancellation goes on.
-                    task = asyncio.current_task()
-                    if task is not None and task.cancelling():
-                        raise
-                    if not self._closed:
-                        raise Cancelled("the client was closed") from None
-                    return
-                except grpc.RpcError as error:
-                    delay_s = self._generation.resume_delay_s(error)
-                    if not isinstance(
-                        from_rpc(error), NotFound | InvalidArgument
-                    ):  # it works, and takes the whole request
-                        self._routers.turn_away(self._stub)
-                if delay_s is None:
-                    return
-                await asyncio.sleep(delay_s)
-                self._call = self._open()
-        finally:
-            self._call.cancel()
 
 
 class Client:
@@ -195,7 +42,7 @@ class Client:
     """
 
     def __init__(self, address: str, *, max_resumes: int = 5, metadata: Metadata = ()) -> None:
-        self._routers: _SyncRouters = Routers(
+        self._routers: SyncRouters = Routers(
             address, lambda name: grpc.insecure_channel(name, options=_OPTIONS), inference_pb2_grpc.InferenceServiceStub
         )
         self._max_resumes = max_resumes
@@ -251,7 +98,7 @@ class Client:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def _ask(self, call: Callable[[_Stub], _T]) -> _T:
+    def _ask(self, call: Callable[[Stub], _T]) -> _T:
         """Call one router after the other until one is available."""
         for tries_left in reversed(range(len(self._routers))):
             stub = self._routers.stub
@@ -269,7 +116,7 @@ class AsyncClient:
     """`Client` for asyncio: the same parameters, results and errors. Build it inside the event loop."""
 
     def __init__(self, address: str, *, max_resumes: int = 5, metadata: Metadata = ()) -> None:
-        self._routers: _AsyncRouters = Routers(
+        self._routers: AsyncRouters = Routers(
             address,
             lambda name: grpc.aio.insecure_channel(name, options=_OPTIONS),
             inference_pb2_grpc.InferenceServiceStub,
@@ -318,7 +165,7 @@ class AsyncClient:
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
-    async def _ask(self, call: Callable[[_AsyncStub], Awaitable[_T]]) -> _T:
+    async def _ask(self, call: Callable[[AsyncStub], Awaitable[_T]]) -> _T:
         """Call one router after the other until one is available."""
         for tries_left in reversed(range(len(self._routers))):
             stub = self._routers.stub

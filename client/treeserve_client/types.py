@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from treeserve.common.v1 import common_pb2
 from treeserve.inference.v1 import inference_pb2
@@ -12,11 +12,8 @@ from treeserve_client.errors import Internal
 FinishReason = Literal["stop", "length", "cancelled"]
 AcceptanceRule = Literal["replay", "multi_step", "typical"]
 
-_ACCEPTANCE_RULES: dict[int, AcceptanceRule] = {
-    common_pb2.ACCEPTANCE_RULE_UNSPECIFIED: "replay",
-    common_pb2.ACCEPTANCE_RULE_REPLAY: "replay",
-    common_pb2.ACCEPTANCE_RULE_MULTI_STEP: "multi_step",
-    common_pb2.ACCEPTANCE_RULE_TYPICAL: "typical",
+_ACCEPTANCE_RULES: dict[int, AcceptanceRule] = {common_pb2.ACCEPTANCE_RULE_UNSPECIFIED: "replay"} | {
+    common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.upper()}"): rule for rule in get_args(AcceptanceRule)
 }
 
 

@@ -11,7 +11,7 @@ from treeserve_engine.block_manager import BlockManager
 from treeserve_simulator.costs import MachineModel, PassRows
 from treeserve_simulator.text import Text
 from treeserve_verifier.executor import ExecutedStep, PlainRun, StepResult, plain_step_after, reserve_next
-from treeserve_verifier.planner import PlannedSequence, StepPlan
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 
 class SimulatedExecutor:

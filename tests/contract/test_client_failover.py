@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
-from support.fake_router import SEED, TOKENS, FakeRouter, chunk, fail, finished
+from support.fake_router import SEED, TOKENS, FakeRouter, Unreachable, chunk, fail, finished, serving
 
 import treeserve_client as sdk
-from treeserve.inference.v1 import inference_pb2, inference_pb2_grpc
+from treeserve.inference.v1 import inference_pb2
 from treeserve_client.generation import CallOptions, Generation
 
 DOWN = "127.0.0.1:1"
-
-
-@contextmanager
-def serving(router: FakeRouter) -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(0).wait()
 
 
 @pytest.fixture
@@ -139,16 +126,8 @@ def test_an_empty_list_of_addresses_is_refused() -> None:
         sdk.Client(" , ")
 
 
-class _Unreachable(grpc.RpcError):
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return "down"
-
-
 def test_all_routers_are_tried_at_once_then_there_is_a_pause() -> None:
     generation = Generation(inference_pb2.GenerateRequest(), CallOptions(routers=3), clock=lambda: 0.0)
     generation.receive(inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="r")))
-    delays = [generation.resume_delay_s(_Unreachable()) for _ in range(9)]
+    delays = [generation.resume_delay_s(Unreachable()) for _ in range(9)]
     assert delays == [0, 0, 0.1, 0, 0, 0.2, 0, 0, 0.4]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from support.fake_router import serving
 
 import treeserve_client as sdk
 from treeserve.common.v1 import common_pb2
@@ -44,12 +44,9 @@ class NotingRouter(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture
 def router() -> Iterator[tuple[NotingRouter, str]]:
-    servicer, server = NotingRouter(), grpc.server(ThreadPoolExecutor(2))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    servicer = NotingRouter()
+    with serving(servicer) as address:
+        yield servicer, address
 
 
 async def _all_calls(address: str) -> sdk.Completion:

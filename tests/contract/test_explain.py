@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.router_rig import RouterRig, running_router
 from typer.testing import CliRunner
 
 from treeserve.common.v1 import common_pb2
@@ -20,11 +20,6 @@ from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve_cli.main import app
 from treeserve_client import AsyncClient, Explanation, NotFound, TreeserveClientError
 from treeserve_text.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(tmp_path)
 
 
 @pytest.fixture

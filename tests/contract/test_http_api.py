@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random, recite
-from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.router_rig import RouterRig, running_router
 from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
@@ -22,19 +22,8 @@ TEXT = "naïve 🙂 end"
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(tmp_path)
-
-
-@pytest.fixture
 def verifier(tokenizer: Tokenizer, tmp_path: Path) -> FakeVerifier:
     return FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", recite(tokenizer.encode(TEXT)))
-
-
-@pytest.fixture
-async def rig(tokenizer: Tokenizer, tmp_path: Path, verifier: FakeVerifier) -> AsyncIterator[RouterRig]:
-    async with fake_verifiers(verifier), running_router(tmp_path, tokenizer, [verifier]) as rig:
-        yield rig
 
 
 @pytest.fixture

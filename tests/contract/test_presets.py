@@ -9,8 +9,8 @@ import grpc
 import httpx
 import pytest
 from google.rpc import code_pb2
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import load_tokenizer, running_router
+from support.fake_verifier import FakeVerifier
+from support.router_rig import RouterRig
 from support.verifier_peers import Output, RouterPeer, SpeculatorPeer, running_verifier, submission
 
 from treeserve.common.v1 import common_pb2 as common
@@ -37,24 +37,23 @@ def test_the_sdk_passes_it_on() -> None:
     assert build_request({"prompt": "x"}).speculation.preset == ""
 
 
-async def test_both_edges_pass_it_to_the_verifier_and_name_the_known_ones_for_an_unknown_one(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tmp_path)
-    verifier = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
-    async with fake_verifiers(verifier), running_router(tmp_path, tokenizer, [verifier]) as rig:
-        request = pb.GenerateRequest(prompt="one", stopping=common.StoppingCriteria(max_tokens=1))
-        request.speculation.preset = "summary"
+async def test_both_edges_pass_it_to_the_verifier_and_name_the_known_ones_for_an_unknown_one(
+    rig: RouterRig, verifier: FakeVerifier
+) -> None:
+    request = pb.GenerateRequest(prompt="one", stopping=common.StoppingCriteria(max_tokens=1))
+    request.speculation.preset = "summary"
+    await rig.generate(request)
+    request.speculation.preset = "poem"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
         await rig.generate(request)
-        request.speculation.preset = "poem"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await rig.generate(request)
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "speculation.preset" in (refused.value.details() or "") and KNOWN in (refused.value.details() or "")
-        async with httpx.AsyncClient(base_url=f"http://{rig.http}", trust_env=False) as http:
-            body = {"prompt": "one", "max_tokens": 1, "speculation": {"preset": "code"}}
-            answer = await http.post("/v1/completions", json=body)
-            assert answer.status_code == 200
-            answer = await http.post("/v1/completions", json=body | {"speculation": {"preset": "poem"}})
-            assert answer.status_code == 400 and KNOWN in answer.text
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "speculation.preset" in (refused.value.details() or "") and KNOWN in (refused.value.details() or "")
+    async with httpx.AsyncClient(base_url=f"http://{rig.http}", trust_env=False) as http:
+        body = {"prompt": "one", "max_tokens": 1, "speculation": {"preset": "code"}}
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        answer = await http.post("/v1/completions", json=body | {"speculation": {"preset": "poem"}})
+        assert answer.status_code == 400 and KNOWN in answer.text
     assert [submit.speculation.preset for submit in verifier.submits] == ["summary", "code"]
 
 

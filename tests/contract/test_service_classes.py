@@ -12,10 +12,9 @@ import grpc
 import httpx
 import pytest
 from google.rpc import error_details_pb2
-from google.rpc.status_pb2 import Status
-from grpc_status import rpc_status
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.fake_verifier import FakeVerifier, fake_verifiers
+from support.router_requests import detail
+from support.router_rig import RouterRig, running_router
 from support.valkey import running_valkey
 from support.waiting import until
 
@@ -40,11 +39,6 @@ def request(service_class: int = 0, max_tokens: int = 2, **level: float) -> pb.G
     )
 
 
-@pytest.fixture
-def verifier(tmp_path: Path) -> FakeVerifier:
-    return FakeVerifier(load_tokenizer(tmp_path), f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
-
-
 @asynccontextmanager
 async def serving(
     verifier: FakeVerifier, folder: Path, **config: Any
@@ -66,12 +60,6 @@ async def refusal(rig: RouterRig, message: pb.GenerateRequest, metadata: Metadat
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rig.generate(message, metadata=tuple(metadata))
     return caught.value
-
-
-def detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
-    for each in (rpc_status.from_call(error) or Status()).details:
-        each.Unpack(message)
-    return message
 
 
 def sent(message: verifier_pb2.SubmitSequence) -> tuple[int, float, float]:

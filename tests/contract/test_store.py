@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.router_rig import RouterRig, running_router
 from support.valkey import (
     check_keys,
     client,
@@ -138,10 +138,6 @@ async def test_a_call_that_hangs_is_given_up(valkey: ValkeyServer) -> None:
 
 
 class TestInTheRouter:
-    @pytest.fixture
-    def tokenizer(self, tmp_path: Path) -> Tokenizer:
-        return load_tokenizer(tmp_path)
-
     @pytest.fixture
     def verifiers(self, tokenizer: Tokenizer, tmp_path: Path) -> list[FakeVerifier]:
         return [FakeVerifier(tokenizer, f"unix:{tmp_path}/{n}.sock", pseudo_random(2, 250)) for n in "ab"]

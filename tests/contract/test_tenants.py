@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import RouterRig, load_tokenizer, running_router
+from support.fake_verifier import FakeVerifier, fake_verifiers
+from support.router_rig import RouterRig, running_router
 from support.verifier_peers import RouterPeer, SpeculatorPeer, running_verifier
 from support.waiting import until
 
@@ -20,6 +20,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_router.admission import tenant_label
 from treeserve_router.config import RouterConfig
 from treeserve_speculator.messages import sequence_from_proto
+from treeserve_text.tokenizer import Tokenizer
 
 Metadata = tuple[tuple[str, str], ...]
 HEADER = "x-tenant"
@@ -39,9 +40,9 @@ async def _label(rig: RouterRig, verifier: FakeVerifier, metadata: Metadata) -> 
     return over_grpc
 
 
-async def test_the_gateways_header_becomes_a_label(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tmp_path)
-    verifier = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
+async def test_the_gateways_header_becomes_a_label(
+    tmp_path: Path, tokenizer: Tokenizer, verifier: FakeVerifier
+) -> None:
     async with (
         fake_verifiers(verifier),
         running_router(tmp_path, tokenizer, [verifier], tenant_header=HEADER) as rig,
@@ -55,17 +56,16 @@ async def test_the_gateways_header_becomes_a_label(tmp_path: Path) -> None:
             await rig.generate(pb.GenerateRequest(prompt="one"), metadata=((HEADER, "a" * 129),))
 
 
-async def test_without_a_gateway_all_requests_are_one_tenants_whatever_they_say(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tmp_path)
-    verifier = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
-    async with fake_verifiers(verifier), running_router(tmp_path, tokenizer, [verifier]) as rig:
-        labels = [await _label(rig, verifier, metadata) for metadata in ((), ((HEADER, "acme"),))]
+async def test_without_a_gateway_all_requests_are_one_tenants_whatever_they_say(
+    rig: RouterRig, verifier: FakeVerifier
+) -> None:
+    labels = [await _label(rig, verifier, metadata) for metadata in ((), ((HEADER, "acme"),))]
     assert labels[0] == labels[1] == tenant_label("") != ""
 
 
-async def test_two_tenants_may_use_the_same_request_id_at_once(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tmp_path)
-    verifier = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
+async def test_two_tenants_may_use_the_same_request_id_at_once(
+    tmp_path: Path, tokenizer: Tokenizer, verifier: FakeVerifier
+) -> None:
     request = pb.GenerateRequest(
         prompt="one", request_id="mine", stopping=common.StoppingCriteria(max_tokens=6, ignore_eos=True)
     )

@@ -1,15 +1,58 @@
-"""What a verifier tells routers when it drains, and when they drop a sequence."""
+"""What a verifier tells routers when it drains or fails, and when they drop a sequence."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from google.rpc import error_details_pb2
-from support.verifier_peers import RouterPeer, running_verifier, until
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from support.verifier_peers import RouterPeer, RunningVerifier, running_verifier, until
 
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.errors import HandedBackError
 from treeserve_wire.status import from_status
+
+PROMPT = [10, 20, 30, 40, 50]
+
+
+async def test_draining_finishes_streams_and_refuses_new_ones(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path) as draining, RouterPeer(draining.address) as router:
+        output = await router.submit(1, PROMPT, max_tokens=100)
+        await until(lambda: output.token_ids)
+        drain = asyncio.create_task(draining.verifier.loop.drain(20.0))
+        await until(lambda: router.loads and router.loads[-1].draining)
+        late = await router.generate(2, PROMPT)
+        assert late.end is not None and late.end.status.code == code_pb2.UNAVAILABLE
+        await asyncio.wait_for(output.finished.wait(), 30)
+        await drain
+    assert len(output.token_ids) == 100
+
+
+async def test_what_does_not_finish_in_time_is_handed_back(tiny_model: Path, tmp_path: Path) -> None:
+    async with running_verifier(tiny_model, tmp_path) as draining:
+        async with RouterPeer(draining.address) as router:
+            outputs = [await router.submit(h, PROMPT, max_tokens=250) for h in range(6)]
+            await until(lambda: all(output.token_ids for output in outputs))
+            await draining.verifier.loop.drain(0.0)
+            await asyncio.wait_for(asyncio.gather(*(output.finished.wait() for output in outputs)), 5)
+        draining.check_all_blocks_free()
+    assert {o.end.status.code for o in outputs if o.end is not None} == {code_pb2.UNAVAILABLE}
+
+
+async def test_a_failed_forward_pass_hands_its_sequences_back_and_leaves_nothing(
+    running: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async with RouterPeer(running.address) as router:
+        with monkeypatch.context() as broken:
+            broken.setattr(running.engine.runner, "forward", fail)
+            outputs = await asyncio.gather(*(router.generate(h, PROMPT) for h in range(3)))
+        assert {o.end.status.code for o in outputs if o.end is not None} == {code_pb2.UNAVAILABLE}
+        assert "memory" not in str(outputs[0].end), "the peer is not told our internals"
+        assert len((await router.generate(9, PROMPT)).token_ids) == 24
 
 
 async def test_a_cancel_is_answered_whatever_it_changes(tiny_model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import structlog
 from support.fake_verifier import MODEL_NAME, FakeVerifier, fake_verifiers, pseudo_random
-from support.router_rig import load_tokenizer
 from support.waiting import until
 
 from treeserve.verifier.v1 import verifier_pb2 as pb
@@ -31,11 +30,6 @@ from treeserve_router.verifier_link import VerifierLink
 from treeserve_text.tokenizer import Tokenizer
 
 TOKEN_CREDIT = 4
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(tmp_path)
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from treeserve_core.sampling import SamplingParams, SequenceLimits
 from treeserve_core.tree import TokenTree, merge
 from treeserve_engine import multi_step
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.selection import Offer, Selection
+from treeserve_verifier.step_plan import Candidate
 
 EXACT = 1e-12
 SEEDS = (1, 2, 3)

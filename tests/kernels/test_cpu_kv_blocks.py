@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,3 +70,17 @@ def test_wrong_blocks_and_arrays_are_refused(what: str) -> None:
         with pytest.raises(ValueError, match="data is"):
             call(0, data)
     call(BLOCKS - 1, right)
+
+
+def test_a_large_cache_takes_its_memory_at_once_and_not_while_somebody_computes() -> None:
+    decoder = native_decoder(random_model(Sizes()))
+    before = _resident_bytes()
+    kv = decoder.new_kv((128 << 20) // decoder.new_kv(1, 16, "float32").nbytes, 16, "float32")
+    until = time.monotonic() + 20.0
+    while _resident_bytes() - before < 0.9 * kv.nbytes:
+        assert time.monotonic() < until, "nothing touches its pages"
+        time.sleep(0.01)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

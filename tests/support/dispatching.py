@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from support.clock import Clock
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.identity import ModelIdentity
-from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
-from treeserve_router.admission import RouterRequest
 from treeserve_router.ledger import Load, VerifierLedger, VerifierOffer
-from treeserve_router.mailbox import Mailbox
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
-
-_numbers = itertools.count()
-
-
-def ticket(
-    service_class: ServiceClass = ServiceClass.STANDARD,
-    prompt_tokens: int = 10,
-    *,
-    max_tokens: int = 16,
-    ttft_ms: float | None = None,
-    tenant: str = "",
-    preemptible: bool = False,
-    **fields: Any,
-) -> Ticket:
-    """A ticket of a request of its own; `fields` are the ticket's."""
-    request = RouterRequest(
-        request_id=f"r{next(_numbers)}",
-        prompt_token_ids=(1,) * prompt_tokens,
-        generated_token_ids=(),
-        sampling=SamplingParams(),
-        stopping=StoppingCriteria(max_tokens=max_tokens),
-        limits=SequenceLimits(service_class=service_class, ttft_ms=ttft_ms, preemptible=preemptible),
-        tenant=tenant,
-    )
-    return Ticket(request, fields.pop("generated", ()), Mailbox(), **fields)
 
 
 class BookedVerifier:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -62,6 +64,32 @@ def fail(code: grpc.StatusCode, message: str, *details: Any) -> Callable[[grpc.S
         context.abort_with_status(rpc_status.to_status(status))
 
     return step
+
+
+class Unreachable(grpc.RpcError):
+    """What a call ends with where nobody listens."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "connection refused"
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+@contextmanager
+def serving(router: inference_pb2_grpc.InferenceServiceServicer) -> Iterator[str]:
+    """Serve until the block ends; yields the address."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
 
 
 class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):

@@ -12,9 +12,10 @@ from treeserve_core.sampling import SequenceLimits, ServiceClass
 from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.planner import PlannedSequence, StepPlan, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence as Decoding
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 # As measured for SmolLM2-135M in int8 on one thread, rounded.
 COST = {1: 5.0, 4: 5.5, 8: 7.0, 16: 10.0, 32: 17.0, 64: 33.0}

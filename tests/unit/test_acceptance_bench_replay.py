@@ -28,9 +28,10 @@ from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftSequence
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.sequence import Sequence as VerifierSequence
 from treeserve_verifier.sequence import Submission
+from treeserve_verifier.step_plan import Candidate
 
 NODES = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.dispatching import ticket
+from support.tickets import ticket
 
 from treeserve_core.qos import QosPolicy
 from treeserve_core.sampling import ServiceClass

@@ -24,8 +24,8 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_engine.torch_batch import TorchBatch
 from treeserve_verifier import device_step
 from treeserve_verifier.executor import NO_PLAIN_RUN, StepExecutor, StepResult
-from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Sequence, Submission
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 CPU = torch.device("cpu")
 VOCAB = 250

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.clock import Clock
-from support.dispatching import BookedPool, ticket
+from support.dispatching import BookedPool
+from support.tickets import ticket
 
 from treeserve_core.qos import DEFAULT_POLICIES
 from treeserve_core.sampling import ServiceClass

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from support.clock import Clock
-from support.dispatching import BookedPool, ticket
+from support.dispatching import BookedPool
+from support.tickets import ticket
 
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.dispatcher import Dispatcher

@@ -22,10 +22,11 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.planner import Candidate, PlannedSequence, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence as Decoding
 from treeserve_verifier.speculator import CommitNotice
+from treeserve_verifier.step_plan import Candidate, PlannedSequence
 
 STEP_MS = {1: 3.75, 4: 4.2, 8: 4.5, 12: 5.7, 16: 7.0, 24: 10.0, 32: 13.0, 48: 19.5, 64: 26.0}
 LATENCY_S = 0.0008

@@ -15,7 +15,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.executor import NO_PLAIN_RUN, PlainRun, StepExecutor, _most_probable
-from treeserve_verifier.planner import PlannedSequence, StepPlan
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 
 class SlowModel:

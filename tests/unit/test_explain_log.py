@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from support.clock import Clock
-from support.dispatching import BookedPool, ticket
+from support.dispatching import BookedPool
+from support.tickets import ticket
 
 from treeserve_core.errors import NotFoundError, OverloadedError, PermissionDeniedError
 from treeserve_core.sampling import ServiceClass

@@ -6,12 +6,10 @@ from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
+from support.tickets import ticket
 
-from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
-from treeserve_router.admission import RouterRequest
 from treeserve_router.dispatcher import Dispatcher
 from treeserve_router.hedging import Hedger, Run
-from treeserve_router.mailbox import Mailbox
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.queue import Ticket
 
@@ -44,7 +42,7 @@ class Bench:
         self.hedger = Hedger(dispatcher, metrics, 1.0, max_hedges, lambda: self.now)
 
     def run(self, verifier_id: str = "a", prompt_tokens: int = 100) -> Run:
-        run = Run(ticket(prompt_tokens))
+        run = Run(ticket(prompt_tokens=prompt_tokens))
         self.hedger.placed(run, verifier_id)
         return run
 
@@ -56,13 +54,6 @@ class Bench:
 
     def patience_s(self, run: Run) -> float:
         return self.hedger.late_at(run) - self.now
-
-
-def ticket(prompt_tokens: int = 100) -> Ticket:
-    request = RouterRequest(
-        "r", (1,) * prompt_tokens, (), SamplingParams(), StoppingCriteria(max_tokens=9), SequenceLimits()
-    )
-    return Ticket(request, (), Mailbox())
 
 
 async def test_a_run_that_waits_for_its_place_is_never_late() -> None:

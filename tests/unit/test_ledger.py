@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.clock import Clock
-from support.dispatching import BookedVerifier, ticket
+from support.dispatching import BookedVerifier
+from support.tickets import ticket
 
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.placement import Backlog

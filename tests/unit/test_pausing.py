@@ -44,7 +44,9 @@ def test_who_is_too_late_for_its_first_token_lets_others_be_in_time() -> None:
     late = verifier.submit(5, 5, INTERACTIVE, ttft_ms=1000, waited_ms=1200)
     in_time = verifier.submit(5, 5, INTERACTIVE, ttft_ms=1000)
     standard = verifier.submit(5, 5, STANDARD, ttft_ms=100)
-    assert started(verifier) == [in_time, late, standard]
+    fresh = verifier.submit(5, 5, STANDARD, ttft_ms=9000)
+    batch_work = verifier.submit(5, 5, BATCH, ttft_ms=9000)
+    assert started(verifier) == [in_time, standard, fresh, late, batch_work], "it counts as one class less urgent"
 
 
 def test_an_urgent_one_is_in_the_very_next_step() -> None:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.tickets import ticket as any_ticket
 
-from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
+from treeserve_core.sampling import StoppingCriteria
 from treeserve_router import placement
-from treeserve_router.admission import RouterRequest
 from treeserve_router.batcher import Batcher
 from treeserve_router.latency_model import Fit, Latency
 from treeserve_router.mailbox import Mailbox
@@ -20,15 +20,7 @@ from treeserve_router.queue import Ticket
 
 
 def ticket(total_tokens: int = 10, preferred: str = "") -> Ticket:
-    request = RouterRequest(
-        request_id="r",
-        prompt_token_ids=(1,),
-        generated_token_ids=(),
-        sampling=SamplingParams(),
-        stopping=StoppingCriteria(max_tokens=total_tokens - 1),
-        limits=SequenceLimits(),
-    )
-    return Ticket(request, (), Mailbox(), preferred_verifier=preferred)
+    return any_ticket(prompt_tokens=1, max_tokens=total_tokens - 1, preferred_verifier=preferred)
 
 
 def verifier(name: str = "a", **changes: Any) -> VerifierState:

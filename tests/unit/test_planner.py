@@ -10,7 +10,8 @@ from support.sequences import make_config, make_sequence
 from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.planner import StepPlanner
+from treeserve_verifier.step_plan import Candidate
 
 FLAT = CostModel({1: 10.0, 64: 10.0})  # nodes are free
 STEEP = CostModel({rows: float(rows) for rows in range(1, 65)})  # every row costs as much as the first

@@ -11,8 +11,9 @@ from support.virtual_verifier import VirtualVerifier
 from treeserve_core.sampling import SequenceLimits, ServiceClass
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.cost_model import CostModel
-from treeserve_verifier.planner import Candidate, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.step_plan import Candidate
 
 REALTIME, INTERACTIVE, STANDARD, BATCH = ServiceClass
 LONG = 4000

@@ -15,8 +15,8 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.executor import NO_PLAIN_RUN, PlainRun, StepExecutor
-from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 SIZE = 4
 

@@ -65,3 +65,9 @@ def test_a_bug_keeps_its_traceback() -> None:
     done = run_program("--does", "break")
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr and "Traceback" in done.stderr
+
+
+def test_what_exists_once_a_service_is_ready_is_left_alone_by_the_garbage_collector() -> None:
+    program = "import gc, treeserve_wire.process as p; p.settle_in(); print(gc.get_freeze_count() > 1000)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "True", ran.stderr

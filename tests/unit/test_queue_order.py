@@ -1,72 +1,23 @@
-"""Who goes first: deadlines, ageing, fair shares between tenants, and what makes room in a full queue."""
+"""Who goes first: deadlines, ageing, order of arrival, and a queue that changes under its iterator."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count, islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import Clock
+from support.queueing import BATCH, REALTIME, STANDARD, put_all, queue, served_order, taken, ticket
 
 from treeserve_core.errors import OverloadedError
 from treeserve_core.qos import DEFAULT_POLICIES
-from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
-from treeserve_router.admission import RouterRequest
-from treeserve_router.mailbox import Mailbox
+from treeserve_core.sampling import ServiceClass
 from treeserve_router.order import ArrivalOrder, QosOrder
-from treeserve_router.queue import RequestQueue, Ticket
-
-REALTIME, INTERACTIVE, STANDARD, BATCH = ServiceClass
-
-
-def ticket(
-    service_class: ServiceClass = STANDARD,
-    tenant: str = "a",
-    *,
-    ttft_ms: float | None = None,
-    tokens: int = 1,
-    deadline: float | None = None,
-    is_replay: bool = False,
-) -> Ticket:
-    request = RouterRequest(
-        request_id="r",
-        prompt_token_ids=(1,) * tokens,
-        generated_token_ids=(),
-        sampling=SamplingParams(),
-        stopping=StoppingCriteria(max_tokens=4),
-        limits=SequenceLimits(service_class=service_class, ttft_ms=ttft_ms),
-        deadline=deadline,
-        tenant=tenant,
-    )
-    return Ticket(request, (), Mailbox(), is_replay=is_replay)
-
-
-def queue(clock: Clock, max_requests: int = 10_000, **options: object) -> RequestQueue:
-    return RequestQueue(max_requests, 1 << 30, clock, **options)  # type: ignore[arg-type]
-
-
-def put_all(waiting: RequestQueue, tickets: Sequence[Ticket]) -> None:
-    for each in tickets:
-        assert waiting.put(each) == []
-
-
-def taken(waiting: RequestQueue) -> Ticket:
-    """Dispatch the first."""
-    first = next(waiting.in_order())
-    assert waiting.take(first)
-    return first
-
-
-def served_order(waiting: RequestQueue) -> list[Ticket]:
-    return [taken(waiting) for _ in range(len(waiting))]
-
-
-# --- Deadlines
+from treeserve_router.queue import Ticket
 
 
 def test_the_earliest_deadline_of_a_tenant_goes_first_and_no_target_is_unhurried() -> None:
@@ -113,9 +64,6 @@ def test_an_expired_request_is_not_dispatched() -> None:
     assert list(waiting.in_order()) == [expiring, other]
     clock.now += 1
     assert list(waiting.in_order()) == [other]
-
-
-# --- Ageing
 
 
 def test_a_class_that_waited_gets_its_weights_share_and_no_more() -> None:
@@ -199,147 +147,6 @@ def test_a_long_backlog_that_aged_does_not_hold_up_the_urgent() -> None:
     assert urgent in list(islice(waiting.in_order(), 2))
 
 
-# --- Fair shares
-
-
-def serve(
-    waiting: RequestQueue, rng: random.Random, demand: dict[str, int], lengths: dict[str, tuple[int, int]], steps: int
-) -> Counter[str]:
-    """Keep each tenant's backlog at its demand, and 16 places busy; tokens served by tenant."""
-    running: list[tuple[Ticket, int]] = []
-    served: Counter[str] = Counter()
-    for _ in range(steps):
-        backlog = Counter(each.request.tenant for each in waiting.in_order())
-        for tenant, size in demand.items():
-            for _ in range(size - backlog[tenant]):
-                waiting.put(ticket(tenant=tenant, tokens=rng.randint(1, lengths[tenant][0])))
-        while len(running) < 16:
-            started = taken(waiting)
-            served[started.request.tenant] += started.num_tokens
-            running.append((started, rng.randint(1, lengths[started.request.tenant][1])))
-        for started, _ in running:
-            waiting.charge(started.request, 1)
-            served[started.request.tenant] += 1
-        running = [(started, left - 1) for started, left in running if left > 1]
-    return served
-
-
-@pytest.mark.parametrize("lengths", [{"a": (50, 50), "b": (50, 50)}, {"a": (20, 10), "b": (200, 100)}])
-def test_equal_weights_get_equal_service_at_ten_times_the_demand(lengths: dict[str, tuple[int, int]]) -> None:
-    served = serve(queue(Clock()), random.Random(1), {"a": 50, "b": 5}, lengths, 1000)
-    assert served["a"] == pytest.approx(served["b"], rel=0.05)
-
-
-def test_in_order_of_arrival_the_same_demand_gets_ten_times_the_service() -> None:
-    lengths = {"a": (50, 50), "b": (50, 50)}
-    served = serve(queue(Clock(), order=ArrivalOrder()), random.Random(1), {"a": 50, "b": 5}, lengths, 1000)
-    assert served["a"] > 5 * served["b"]
-
-
-def test_service_follows_the_weights() -> None:
-    waiting = queue(Clock(), weight_of={"a": 1.0, "b": 3.0}.__getitem__)
-    served = serve(waiting, random.Random(2), {"a": 20, "b": 20}, {"a": (50, 50), "b": (50, 50)}, 1000)
-    assert served["b"] == pytest.approx(3 * served["a"], rel=0.05)
-
-
-def test_a_tenant_that_was_away_has_saved_up_nothing() -> None:
-    clock = Clock()
-    waiting = queue(clock)
-    for _ in range(50):  # alone for a while
-        waiting.put(ticket(tenant="a", tokens=100))
-        taken(waiting)
-    put_all(waiting, [ticket(tenant="a", tokens=10) for _ in range(20)])
-    put_all(waiting, [ticket(tenant="b", tokens=10) for _ in range(20)])
-    first = Counter(taken(waiting).request.tenant for _ in range(24))
-    assert first["b"] <= 18, "not fifty turns to make up for"
-    assert abs(Counter(taken(waiting).request.tenant for _ in range(10))["a"] - 5) <= 5
-
-
-def test_output_tokens_count_as_they_come() -> None:
-    waiting = queue(Clock())
-    put_all(waiting, [ticket(tenant=tenant) for tenant in "aabb"])
-    assert taken(waiting).request.tenant == "a"
-    waiting.charge(ticket(tenant="b").request, 10)
-    assert [each.request.tenant for each in waiting.in_order()] == ["a", "b", "b"]
-
-
-def test_classes_keep_their_own_accounts() -> None:
-    waiting = queue(Clock())
-    waiting.charge(ticket(BATCH, "a").request, 1000)
-    put_all(waiting, [ticket(REALTIME, "a"), ticket(REALTIME, "b")])
-    assert taken(waiting).request.tenant == "a"
-
-
-def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
-    order = QosOrder[Ticket]()
-    waiting = queue(Clock(), order=order)
-    for n in range(2500):
-        waiting.put(ticket(tenant=str(n)))
-        waiting.put(ticket(tenant=str(n + 1)))
-        taken(waiting)
-        taken(waiting)
-    assert len(order._bands[STANDARD]._served) <= 2048
-
-
-# --- A full queue
-
-
-def test_the_urgent_displace_the_last_of_the_least_urgent() -> None:
-    waiting = queue(Clock(), max_requests=3)
-    put_all(waiting, [first := ticket(BATCH), last := ticket(BATCH), ticket(STANDARD)])
-    ((gone, error),) = waiting.put(ticket(REALTIME))
-    assert gone is last
-    assert (error.cause, len(waiting)) == ("displaced", 3)
-    ((gone, _),) = waiting.put(ticket(INTERACTIVE))
-    assert gone is first
-    with pytest.raises(OverloadedError) as refused:
-        waiting.put(ticket(BATCH))
-    assert refused.value.cause == "queue_requests"
-
-
-def test_one_tenant_cannot_fill_the_queue_for_the_others() -> None:
-    waiting = queue(Clock(), max_requests=10)
-    put_all(waiting, [ticket(tenant="a") for _ in range(10)])
-    for _ in range(5):
-        ((gone, _),) = waiting.put(ticket(tenant="b"))
-        assert gone.request.tenant == "a"
-    for tenant in "ab":
-        with pytest.raises(OverloadedError):
-            waiting.put(ticket(tenant=tenant))
-    assert Counter(each.request.tenant for each in waiting.in_order()) == {"a": 5, "b": 5}
-
-
-def test_what_ran_before_is_never_displaced() -> None:
-    waiting = queue(Clock(), max_requests=1)
-    waiting.put(ticket(BATCH, is_replay=True))
-    with pytest.raises(OverloadedError):
-        waiting.put(ticket(REALTIME))
-
-
-def test_memory_is_bounded() -> None:
-    small, large = ticket(), ticket(tokens=1000)
-    waiting = RequestQueue(10, 1 << 30, Clock(), max_bytes=small.num_bytes + large.num_bytes)
-    put_all(waiting, [small, large])
-    with pytest.raises(OverloadedError) as refused:
-        waiting.put(ticket())
-    assert refused.value.cause == "queue_bytes"
-    assert large.num_bytes - small.num_bytes >= 999 * 36  # an integer object and its place for each token
-
-
-def test_as_many_leave_as_a_large_newcomer_needs_or_none() -> None:
-    clock = Clock()
-    waiting = RequestQueue(100, 100, clock)
-    put_all(waiting, [ticket(STANDARD, tokens=50), *(ticket(BATCH, tokens=10) for _ in range(5))])
-    with pytest.raises(OverloadedError):
-        waiting.put(ticket(STANDARD, tokens=60))
-    assert len(waiting) == 6
-    assert len(waiting.put(ticket(REALTIME, tokens=35))) == 4
-    assert waiting.num_tokens == 50 + 10 + 35
-
-
-# --- In order of arrival
-
-
 def test_order_of_arrival_knows_no_classes_targets_or_tenants() -> None:
     clock = Clock()
     waiting = queue(clock, max_requests=4, order=ArrivalOrder())
@@ -351,9 +158,6 @@ def test_order_of_arrival_knows_no_classes_targets_or_tenants() -> None:
     with pytest.raises(OverloadedError):
         waiting.put(ticket(REALTIME))
     assert served_order(waiting) == [replay, *tickets]
-
-
-# --- The iterator
 
 
 @given(

@@ -6,26 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import Clock
+from support.tickets import ticket as any_ticket
 
 from treeserve_core.errors import OverloadedError
-from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
-from treeserve_router.admission import RouterRequest
-from treeserve_router.mailbox import Mailbox
+from treeserve_core.sampling import ServiceClass
 from treeserve_router.queue import RequestQueue, Ticket
 
 
 def ticket(
     service_class: ServiceClass = ServiceClass.STANDARD, prompt_tokens: int = 1, is_replay: bool = False
 ) -> Ticket:
-    request = RouterRequest(
-        request_id="r",
-        prompt_token_ids=(1,) * prompt_tokens,
-        generated_token_ids=(),
-        sampling=SamplingParams(),
-        stopping=StoppingCriteria(max_tokens=4),
-        limits=SequenceLimits(service_class=service_class),
-    )
-    return Ticket(request, (2, 2) if is_replay else (), Mailbox(), is_replay=is_replay)
+    generated = (2, 2) if is_replay else ()
+    return any_ticket(service_class, prompt_tokens, max_tokens=4, generated=generated, is_replay=is_replay)
 
 
 def queue(max_requests: int = 10, max_tokens: int = 100, clock: Clock | None = None) -> RequestQueue:

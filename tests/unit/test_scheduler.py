@@ -15,9 +15,9 @@ from treeserve_core.outcome import FinishReason, VerifyOutcome
 from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager
-from treeserve_verifier.planner import PlannedSequence, StepPlan
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Emission, Sequence
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 
 class Bench:

@@ -16,10 +16,11 @@ from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepResult
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import StepPlan, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice
+from treeserve_verifier.step_plan import StepPlan
 
 
 class EngineOfOneToken:
@@ -29,6 +30,8 @@ class EngineOfOneToken:
         self._blocks = blocks
         self._reason = reason
         self.then = NO_PLAIN_RUN
+        self.took_s = 0.0
+        self.spend: Callable[[float], None] = lambda seconds: None
 
     async def run(
         self,
@@ -41,6 +44,7 @@ class EngineOfOneToken:
         await asyncio.sleep(0)
         meanwhile()
         self.then = then
+        self.spend(self.took_s)
         for planned in plan.sequences:
             tokens = planned.sequence.tokens
             self._blocks.commit(planned.sequence.seq_id, range(planned.chunk), tokens[-planned.chunk :])
@@ -54,12 +58,16 @@ class Rig:
     def __init__(self, reason: FinishReason | None) -> None:
         config, cost = make_config(), CostModel({1: 1.0})
         blocks, planner = BlockManager(64, config.block_size), StepPlanner(config, cost)
-        self.now, self.registry = 0.0, CollectorRegistry()
+        self.now, self.registry, self.cost = 0.0, CollectorRegistry(), cost
         desk = DraftDesk(lambda: self.now, 0.0, lambda sequence: 4, lambda: planner.prices(1))
         scheduler = Scheduler(config, blocks, desk.close, lambda: self.now)
         self.engine = EngineOfOneToken(blocks, reason)
         metrics = VerifierMetrics(self.registry)
+        self.engine.spend = self._spend
         self.loop = VerifyLoop(scheduler, desk, planner, self.engine, cost, metrics, lambda: self.now, 10.0)
+
+    def _spend(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @pytest.mark.parametrize(("reason", "counted"), [(FinishReason.STOP, 1.0), (None, 0.0)])
@@ -73,6 +81,16 @@ async def test_a_step_that_ends_a_sequence_is_counted_before_its_tokens_leave(
     assert len(emitted) == 1
     found = rig.registry.get_sample_value("treeserve_verifier_emitted_tokens_total")
     assert found == counted, "other steps are counted during the next forward pass"
+
+
+async def test_planning_and_sampling_are_part_of_what_a_step_costs() -> None:
+    """The engine says its forward pass took 1 ms; the whole step took five."""
+    rig = Rig(None)
+    rig.engine.took_s = 0.005
+    rig.loop.submit(make_sequence())
+    for _ in range(200):
+        await rig.loop.step()
+    assert rig.cost.step_ms(1) == pytest.approx(5.0, rel=0.05)
 
 
 class Outbox:

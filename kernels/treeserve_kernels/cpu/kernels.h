@@ -53,7 +53,7 @@ struct KvLayout {
     int64_t head_dim;
     int64_t padded_head_dim;
     int64_t cell_bytes;
-    int64_t group_bytes;  // cells of all KV heads
+    int64_t group_bytes;  // from a slot group to the next: cells of all layers and KV heads
     int64_t values_offset;
     int64_t scales_offset;
 };

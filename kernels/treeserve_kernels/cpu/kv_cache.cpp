@@ -30,15 +30,16 @@ TsKvCache::TsKvCache(const TsShape& shape, int64_t num_blocks, int64_t block_siz
     layout_.values_offset = rounded_up(shape.head_dim * kLanes * bytes, 64);
     layout_.scales_offset = layout_.values_offset + kLanes * layout_.padded_head_dim * bytes;
     layout_.cell_bytes = layout_.scales_offset + (type == TS_KV_INT8 ? 2 * kLanes * int64_t{4} : 0);
-    layout_.group_bytes = layout_.cell_bytes * num_kv_heads_;
+    layer_bytes_ = layout_.cell_bytes * num_kv_heads_;
     int64_t groups, total;
     // Places are counted in 32 bits.
     require(!__builtin_mul_overflow(num_blocks, groups_per_block_, &groups) && groups <= INT32_MAX / kLanes, num_blocks,
             " blocks of ", block_size, " slots are too many");
-    require(!__builtin_mul_overflow(groups, layout_.group_bytes, &layer_bytes_) &&
-                !__builtin_mul_overflow(layer_bytes_, num_layers_, &total),
+    require(!__builtin_mul_overflow(layer_bytes_, num_layers_, &layout_.group_bytes) &&
+                !__builtin_mul_overflow(groups, layout_.group_bytes, &total),
             num_blocks, " blocks of ", block_size, " slots are too large");
     memory_ = ZeroedMemory(static_cast<size_t>(total));
+    toucher_.emplace(memory_);
 }
 
 void TsKvCache::move(int64_t count, const int64_t* src, const int64_t* dst) {
@@ -56,16 +57,12 @@ void TsKvCache::move(int64_t count, const int64_t* src, const int64_t* dst) {
 
 void TsKvCache::save(int64_t block, char* data) const {
     require(block >= 0 && block < num_blocks_, "block to save is ", block, ", outside [0, ", num_blocks_, ")");
-    const int64_t bytes = layer_block_bytes();
-    for (int64_t layer = 0; layer < num_layers_; ++layer)
-        std::copy_n(block_at(layer, block), bytes, data + layer * bytes);
+    std::copy_n(block_at(block), block_nbytes(), data);
 }
 
 void TsKvCache::load(int64_t block, const char* data) {
     require(block >= 0 && block < num_blocks_, "block to load is ", block, ", outside [0, ", num_blocks_, ")");
-    const int64_t bytes = layer_block_bytes();
-    for (int64_t layer = 0; layer < num_layers_; ++layer)
-        std::copy_n(data + layer * bytes, bytes, block_at(layer, block));
+    std::copy_n(data, block_nbytes(), block_at(block));
 }
 
 template <class Number>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "kernels.h"
 #include "memory.h"
@@ -18,8 +19,8 @@ public:
     int64_t groups_per_block() const { return groups_per_block_; }
     int64_t num_layers() const { return num_layers_; }
     int64_t num_kv_heads() const { return num_kv_heads_; }
-    int64_t nbytes() const { return num_layers_ * layer_bytes_; }
-    int64_t block_nbytes() const { return num_layers_ * layer_block_bytes(); }
+    int64_t nbytes() const { return num_blocks_ * block_nbytes(); }
+    int64_t block_nbytes() const { return groups_per_block_ * layout_.group_bytes; }
 
     // A block of any size takes whole slot groups; the last one may be partly unused. Returns group * 16 + lane.
     int64_t place(int64_t slot) const {
@@ -28,9 +29,10 @@ public:
                within % treeserve::kLanes;
     }
 
-    // The first KV head's cell; those of the other heads follow.
+    // The first KV head's cell; those of the other heads follow. All layers of a slot group lie together, so that memory
+    // is taken little by little as a sequence grows, and a block is one piece.
     char* cells(int64_t layer, int64_t group) const {
-        return memory_.data() + layer * layer_bytes_ + group * layout_.group_bytes;
+        return memory_.data() + group * layout_.group_bytes + layer * layer_bytes_;
     }
 
     // Copies slot src[i] to slot dst[i] in every layer, in the order of i. Throws std::invalid_argument.
@@ -42,15 +44,14 @@ public:
     void load(int64_t block, const char* data);
 
 private:
-    int64_t layer_block_bytes() const { return groups_per_block_ * layout_.group_bytes; }
-    // Where a block begins in a layer: its slot groups lie side by side.
-    char* block_at(int64_t layer, int64_t block) const { return cells(layer, block * groups_per_block_); }
+    char* block_at(int64_t block) const { return cells(0, block * groups_per_block_); }
     template <class Number>
     void copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const;
     template <class Number>
     void copy_slot(const char* from, int64_t from_lane, char* to, int64_t to_lane) const;
 
-    int64_t num_blocks_, block_size_, groups_per_block_, num_layers_, num_kv_heads_, layer_bytes_;
+    int64_t num_blocks_, block_size_, groups_per_block_, num_layers_, num_kv_heads_, layer_bytes_;  // of a layer in a slot group
     treeserve::KvLayout layout_;
     treeserve::ZeroedMemory memory_;
+    std::optional<treeserve::PageToucher> toucher_;  // stopped before the memory goes
 };

@@ -33,4 +33,25 @@ ZeroedMemory::~ZeroedMemory() {
 
 #endif
 
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kWorthAThread = 8 << 20;
+
+}  // namespace
+
+PageToucher::PageToucher(const ZeroedMemory& memory) {
+    if (memory.bytes() < kWorthAThread) return;
+    thread_ = std::thread([this, first = memory.data(), bytes = memory.bytes()] {
+        for (size_t at = 0; at < bytes && !stopping_.load(std::memory_order_relaxed); at += kPageBytes) {
+            __atomic_fetch_or(first + at, 0, __ATOMIC_RELAXED);
+        }
+    });
+}
+
+PageToucher::~PageToucher() {
+    stopping_.store(true, std::memory_order_relaxed);
+    if (thread_.joinable()) thread_.join();
+}
+
 }  // namespace treeserve

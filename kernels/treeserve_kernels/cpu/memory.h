@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 #include <utility>
 
 namespace treeserve {
@@ -23,10 +25,25 @@ public:
     ~ZeroedMemory();
 
     char* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
 
 private:
     char* data_ = nullptr;
     size_t bytes_ = 0;
+};
+
+// Touches every page of some memory, from its beginning on, in a thread of its own: whoever writes there later need not
+// wait for the system to find and clear one. Changes nothing; others may use the memory meanwhile.
+class PageToucher {
+public:
+    explicit PageToucher(const ZeroedMemory& memory);
+    ~PageToucher();  // stops early; the memory has to exist until then
+    PageToucher(const PageToucher&) = delete;
+    PageToucher& operator=(const PageToucher&) = delete;
+
+private:
+    std::atomic<bool> stopping_{false};
+    std::thread thread_;
 };
 
 // A growing array of numbers, aligned to 64 bytes. Growing drops the content; new content is zero.

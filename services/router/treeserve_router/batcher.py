@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.qos import DEFAULT_POLICIES, QosPolicy
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.placement import VerifierState
@@ -108,65 +107,6 @@ class Batcher:
             return None
         fits = ahead.tokens + verifier.uncached_tokens(ticket) <= max_tokens * share
         return None if fits and ahead.requests < limits.max_requests * share else Obstacle.STARTING
-
-
-Reach = Mapping[AcceptanceRule, int]
-"""By acceptance rule, the longest context of any verifier that knows the rule."""
-
-
-def reach_of(verifiers: Iterable[VerifierState]) -> Reach:
-    """What some verifier could serve, sooner or later."""
-    reach: dict[AcceptanceRule, int] = {}
-    for verifier in verifiers:
-        if not verifier.draining:
-            for rule in verifier.acceptance_rules:
-                reach[rule] = max(reach.get(rule, 0), verifier.max_context_tokens)
-    return reach
-
-
-def covers(reach: Reach, ticket: Ticket) -> bool:
-    """Whether a ticket is within reach: exactly if some verifier can serve it."""
-    request = ticket.request
-    return request.max_total_tokens <= reach.get(request.limits.acceptance.rule, 0)
-
-
-class DispatchRound:
-    """Which verifiers are open to which class, in one pass over the queue."""
-
-    def __init__(self, batcher: Batcher, verifiers: Iterable[VerifierState]) -> None:
-        self._batcher = batcher
-        states = {verifier.address: verifier for verifier in verifiers if not verifier.draining}
-        self._open = {c: dict(states) for c in ServiceClass}
-        self._reach = dict.fromkeys(ServiceClass, reach_of(states.values()))
-
-    def is_over_for(self, service_class: ServiceClass) -> bool:
-        """Whether no ticket of a class can be placed any more."""
-        return not self._open[service_class]
-
-    def open_to(self, ticket: Ticket) -> list[VerifierState]:
-        """The verifiers that can serve a ticket and at which nobody waits whom it may not pass."""
-        service_class = ticket.request.limits.service_class
-        if not covers(self._reach[service_class], ticket):
-            return []
-        return [verifier for verifier in self._open[service_class].values() if verifier.can_serve(ticket)]
-
-    def block(self, ticket: Ticket, verifiers: Iterable[VerifierState]) -> None:
-        """A ticket waits for room at these verifiers: they are closed to all that may not pass it."""
-        addresses = [verifier.address for verifier in verifiers]
-        for service_class, states in self._open.items():
-            if not self._batcher.passes(service_class, ticket.request.limits.service_class):
-                for address in addresses:
-                    states.pop(address, None)
-                self._reach[service_class] = reach_of(states.values())
-
-    def changed(self, address: str, state: VerifierState | None) -> None:
-        """A verifier's state is another now; None if it is not connected any more."""
-        for states in self._open.values():
-            if address in states:
-                if state is None:
-                    del states[address]
-                else:
-                    states[address] = state
 
 
 def blocks_needed(ticket: Ticket, block_size: int) -> int:

@@ -12,7 +12,8 @@ from typing import Protocol
 from treeserve_core.errors import OverloadedError
 from treeserve_core.qos import DEFAULT_POLICIES, QosPolicy
 from treeserve_core.sampling import ServiceClass
-from treeserve_router.batcher import Batcher, DispatchRound, Reach, covers, reach_of
+from treeserve_router.batcher import Batcher
+from treeserve_router.dispatch_round import DispatchRound, Reach, covers, reach_of
 from treeserve_router.explain import NO_DECISIONS, DecisionKind, DecisionLog
 from treeserve_router.feasibility import Feasibility
 from treeserve_router.mailbox import Shed, Stranded

@@ -36,7 +36,7 @@ from treeserve_router.tenants import Tenants
 from treeserve_router.verifier_link import VerifierLink
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.discovery import PeerWatch
-from treeserve_wire.process import run_service
+from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing
 
@@ -202,6 +202,7 @@ async def run(config: RouterConfig, stop: asyncio.Event) -> None:
         collector(registry=registry)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.model_folder)
     async with RouterProcess(config, tokenizer, tracer, registry).running() as addresses:
+        settle_in()
         _log.info("serving", grpc=addresses.grpc, http=addresses.http, verifiers=config.verifiers)
         await stop.wait()
 

@@ -24,7 +24,7 @@ from treeserve_speculator.sources.base import SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.discovery import PeerWatch
-from treeserve_wire.process import run_service
+from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
 
@@ -52,6 +52,7 @@ async def run(config: SpeculatorConfig, stop: asyncio.Event) -> None:
         )
         clients = DraftClients(lambda address: DraftClient(address, peer, random.Random()))
         address = await server.start()
+        settle_in()
         _log.info("serving", health=address, sources=drafter.source_names, verifiers=config.verifiers)
         watching = asyncio.create_task(watch.run(clients.update))
         await stop.wait()

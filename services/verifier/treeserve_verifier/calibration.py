@@ -6,8 +6,8 @@ import math
 
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.planner import PlannedSequence
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.step_plan import PlannedSequence
 
 _VERIFIED_SMOOTHING = 0.3
 _CALIBRATION_SMOOTHING = 0.15

@@ -15,7 +15,7 @@ from treeserve_engine.device_accept import Commit, TreeToAccept, accept_on_devic
 from treeserve_engine.interface import DeviceModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.executor import Accepted
-from treeserve_verifier.planner import PlannedSequence
+from treeserve_verifier.step_plan import PlannedSequence
 
 AcceptOnHost = Callable[[PlannedSequence, npt.NDArray[np.float32]], Accepted]
 

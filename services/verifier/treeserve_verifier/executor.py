@@ -22,7 +22,7 @@ from treeserve_engine.batch import SequenceRows
 from treeserve_engine.block_manager import BlockManager
 from treeserve_engine.interface import DeviceModel, HiddenModel, Model
 from treeserve_engine.runner import ModelRunner
-from treeserve_verifier.planner import PlannedSequence, StepPlan
+from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 
 _TOP_TOKENS = 8
 _COLUMN = 64

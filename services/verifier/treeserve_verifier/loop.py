@@ -17,10 +17,11 @@ from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.load import Load, SpeedMeter
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Candidate, Prices, StepPlan, StepPlanner
+from treeserve_verifier.planner import Prices, StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
+from treeserve_verifier.step_plan import Candidate, StepPlan
 
 _log = structlog.get_logger(__name__)
 
@@ -155,6 +156,7 @@ class VerifyLoop:
 
     async def step(self) -> None:
         """One step, as docs/architecture.md tells it."""
+        began = self._clock()
         plan = self._scheduler.reserve(self._planner.plan(self._candidates()))
         if not plan.sequences:
             self._catch_up()
@@ -163,8 +165,9 @@ class VerifyLoop:
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
         features_for = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_features(p.sequence))
         steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan), features_for)
+        step_ms = 1e3 * (self._clock() - began) / len(steps)  # with planning and sampling
         for step in steps:
-            self._settle_step(step)
+            self._settle_step(step, step_ms)
         self._uncounted += steps
         if any(result.is_last for result in steps[-1].results):
             self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
@@ -182,11 +185,11 @@ class VerifyLoop:
         steps = min(self._desk.tokens_until_ask(p.sequence) for p in plan.sequences) - 1
         return PlainRun(steps, lambda: not self._changed.is_set() and self._clock() < until)
 
-    def _settle_step(self, step: ExecutedStep) -> None:
+    def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
         plan = StepPlan(tuple(result.planned for result in step.results))
-        if step.forward_ms:
-            self._cost.observe(plan.rows - plan.prefill_rows, step.forward_ms, plan.prefill_rows, plan.attended)
-            self._speed.observe(plan.prefill_rows, step.forward_ms)
+        if step.forward_ms:  # it did not fail
+            self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
+            self._speed.observe(plan.prefill_rows, step_ms)
         node_cost = self._planner.node_cost(plan)
         for result in step.results:
             self._settle(result, node_cost)

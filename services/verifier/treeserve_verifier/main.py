@@ -39,7 +39,7 @@ from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.servicer import VerifierServicer
 from treeserve_verifier.session_fence import SessionFence
-from treeserve_wire.process import run_service
+from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
 
@@ -197,6 +197,7 @@ class Verifier:
         stepping = asyncio.create_task(self.loop.run())
         stopping = asyncio.create_task(stop.wait())
         address = await self.server.start()
+        settle_in()
         _log.info("serving", address=address)
         await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stepping.done():

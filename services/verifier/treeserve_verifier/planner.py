@@ -3,98 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from treeserve_core.tree import TokenTree
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.selection import Offer, RatedNode, Selection
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.step_plan import Candidate, PlannedSequence, StepPlan
+from treeserve_verifier.step_room import Patience, StepRoom
 
 _SPARE_NODES = 4
-_LEAST_PREFILL_ROWS = 16  # of a step, as far as the gap allows, whatever those who decode were promised
-_LONGEST = 2.0  # where steps are long without prompts: these take half of the time at most, and can have that
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A running sequence before planning: its tokens without KV, and the tree that waits for it, if any.
-
-    Attributes:
-        uncomputed: committed tokens without KV, the root included: 1 while decoding, more while prefilling.
-        tree: drafted tree under the present root.
-        slack_ms: until its next token is due; infinite if that was not promised.
-    """
-
-    sequence: Sequence
-    uncomputed: int
-    tree: TokenTree | None = None
-    slack_ms: float = math.inf
-
-
-@dataclass(frozen=True)
-class PlannedSequence:
-    """One sequence's rows: `chunk` committed tokens, and under the last of them the draft nodes of `tree`.
-
-    Attributes:
-        chunk: committed tokens that get their KV in this step. Logits are computed only if it reaches the root.
-        tree: root and draft nodes; None while the chunk does not reach the root.
-        expected: accepted nodes the planner counts on.
-        untried: the tree that was there, if none of its nodes seemed to pay.
-        context: KV positions before the chunk.
-    """
-
-    sequence: Sequence
-    chunk: int
-    tree: TokenTree | None
-    expected: float = 0.0
-    untried: TokenTree | None = None
-    context: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of the forward pass."""
-        return self.chunk + (len(self.tree) - 1 if self.tree is not None else 0)
-
-    @property
-    def prefill_rows(self) -> int:
-        """Those of them without logits."""
-        return self.chunk - (self.tree is not None)
-
-    @property
-    def most_rows(self) -> int:
-        """What `rows` would be if no draw had repeated a token: whether there is room must not depend on that."""
-        return self.rows + (self.tree.repeated_draws if self.tree is not None else 0)
-
-    def without_nodes(self) -> PlannedSequence:
-        """The same without draft nodes."""
-        return self if self.tree is None else replace(self, tree=self.tree.subtree(()), expected=0.0, untried=None)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step runs, in order."""
-
-    sequences: tuple[PlannedSequence, ...]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the forward pass."""
-        return sum(planned.rows for planned in self.sequences)
-
-    @property
-    def prefill_rows(self) -> int:
-        """Those of them without logits."""
-        return sum(planned.prefill_rows for planned in self.sequences)
-
-    @property
-    def attended(self) -> float:
-        """KV positions that a prefill row attends to, summed over all of them."""
-        return sum(p.prefill_rows * (p.context + p.prefill_rows / 2.0) for p in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -115,14 +36,14 @@ class Prices:
 class StepPlanner:
     """Chooses the rows of each step. It keeps no state of its own.
 
-    Every decoding sequence gets its root. Draft nodes come in two phases (`Selection`), by expected acceptance f: path
+    Decoding sequences get their roots. Draft nodes come in two phases (`Selection`), by expected acceptance f: path
     probability times the sequence's calibration. f falls along a path, so parents always come first. Zero nodes is a
     legal answer. Trees that were drawn at random (under acceptance by multi_step) come before the others, cut by a
     bound that looks at nothing but draw order and depth.
 
     Prefill takes what is left of the row budget, of which nodes leave it `prefill_rows`. Beside decoding sequences it
-    lengthens a step to `max_decode_gap_ms` at most, or to twice what it takes without, if that is more; and, but for a
-    few rows, no further than keeps sequences of the prompt's own class and of more urgent ones in time.
+    is bounded by what those were promised, and those among them that have time to spare may leave their rows to it
+    (`StepRoom`).
     """
 
     def __init__(self, config: VerifierConfig, cost: CostModel) -> None:
@@ -164,15 +85,19 @@ class StepPlanner:
     def plan(self, candidates: SequenceOf[Candidate]) -> StepPlan:
         """The next step. Sequences beyond the row budget wait; candidates come in order of precedence."""
         decoding = [c for c in candidates if c.uncomputed == 1][: self._config.step_rows]
-        waiting = [c for c in candidates if c.uncomputed > 1]
-        left_to_prefill = min(sum(c.uncomputed for c in waiting), self._config.prefill_rows)
-        planned, selection = self._decode(decoding, self._config.step_rows - left_to_prefill)
-        left = self._config.step_rows - sum(p.rows for p in planned)
-        if not decoding:
-            return StepPlan(tuple(_chunks(waiting, left, lambda candidate, most: most)))
-        room = _PrefillRoom(self._cost, self._config.max_decode_gap_ms, decoding, selection)
-        chunks = _chunks(waiting, min(left, self._config.prefill_rows), room.rows_for)
-        return StepPlan((*planned, *chunks))
+        prompts = [c for c in candidates if c.uncomputed > 1]
+        if not prompts:
+            return StepPlan(tuple(self._decode(decoding, self._config.step_rows)[0]))
+        patience = Patience(decoding, self._cost, self._config.max_decode_gap_ms)
+        patient = patience.who_can_wait_for(prompts)
+        impatient = [c for c in decoding if c not in patient]
+        for_prompts = min(sum(c.uncomputed for c in prompts), self._config.prefill_rows)
+        planned, selection = self._decode(impatient, self._config.step_rows - for_prompts)
+        prefill_rows = self._config.prefill_rows if decoding else self._config.step_rows
+        room = StepRoom(self._config.step_rows, prefill_rows, self._cost, selection, impatient, patience)
+        planned += room.fill(prompts, patient)
+        running = {p.sequence for p in planned}
+        return StepPlan(tuple(planned), frozenset(c.sequence for c in patient if c.sequence not in running))
 
     def _decode(self, decoding: SequenceOf[Candidate], max_rows: int) -> tuple[list[PlannedSequence], Selection]:
         """Roots and nodes."""
@@ -194,7 +119,7 @@ class StepPlanner:
         planned = []
         for i, (candidate, nodes) in enumerate(zip(decoding, rated, strict=True)):
             picked = [node for *_, node in nodes[: offers[i].taken + selection.counts[i]]]
-            planned.append(_planned(candidate, picked, selection.expected[i]))
+            planned.append(candidate.planned(picked, selection.expected[i]))
         return planned, selection
 
     def _rated_nodes(self, candidate: Candidate, index: int) -> list[RatedNode]:
@@ -222,63 +147,11 @@ class StepPlanner:
         return [node for node in rated if -node[0] > least]
 
 
-class _PrefillRoom:
-    """How many prefill rows a step can take beside its decoding sequences."""
-
-    def __init__(
-        self, cost: CostModel, max_gap_ms: float, decoding: SequenceOf[Candidate], selection: Selection
-    ) -> None:
-        self._cost = cost
-        self._step_ms = selection.step_ms
-        self._latest_ms = max(max_gap_ms, _LONGEST * self._step_ms)
-        self._ends = [
-            (candidate.sequence.submission.limits.service_class, selection.latest_end(i, self._step_ms))
-            for i, candidate in enumerate(decoding)
-        ]
-        self._least = _LEAST_PREFILL_ROWS
-
-    def rows_for(self, candidate: Candidate, most: int) -> int:
-        """The next rows of a prompt: as many as its step may still be lengthened by. They lengthen it."""
-        sequence = candidate.sequence
-        context = len(sequence.tokens) - candidate.uncomputed
-        own = sequence.submission.limits.service_class
-        latest_ms = min((end for service_class, end in self._ends if service_class <= own), default=math.inf)
-        promised = max(self._rows_until(latest_ms, most, context), min(self._least, most))
-        rows = min(promised, self._rows_until(self._latest_ms, most, context))
-        self._least -= min(self._least, rows)
-        self._step_ms += self._cost.prefill_ms(rows, context)
-        return rows
-
-    def _rows_until(self, end_ms: float, most: int, context: int) -> int:
-        return self._cost.prefill_rows_within(max(0.0, end_ms - self._step_ms), most, context)
-
-
-def _chunks(
-    waiting: SequenceOf[Candidate], left: int, rows_for: Callable[[Candidate, int], int]
-) -> Iterator[PlannedSequence]:
-    """The next rows of prompts, in order, `left` at most."""
-    for candidate in waiting:
-        rows = rows_for(candidate, min(candidate.uncomputed, left))
-        if rows == 0:
-            continue
-        left -= rows
-        tokens = candidate.sequence.tokens
-        tree = TokenTree.root_only(tokens[-1]) if rows == candidate.uncomputed else None
-        yield PlannedSequence(candidate.sequence, rows, tree, context=len(tokens) - candidate.uncomputed)
-
-
 def _offer(candidate: Candidate, nodes: SequenceOf[RatedNode], taken: SequenceOf[RatedNode]) -> Offer:
     sequence = candidate.sequence
     tpot_ms, gained = sequence.promise.tpot_ms, -sum(node[0] for node in taken)
     tokens_left = sequence.max_len - len(sequence.tokens)
     if tpot_ms is None:
         return Offer(nodes, tokens_left=tokens_left, taken=len(taken), gained=gained)
-    return Offer(nodes, candidate.slack_ms, tpot_ms * TPOT_SHARE, tokens_left, len(taken), gained)
-
-
-def _planned(candidate: Candidate, picked: SequenceOf[int], expected: float) -> PlannedSequence:
-    sequence, tree = candidate.sequence, candidate.tree
-    context = len(sequence.tokens) - 1
-    if tree is None:
-        return PlannedSequence(sequence, 1, TokenTree.root_only(sequence.tokens[-1]), context=context)
-    return PlannedSequence(sequence, 1, tree.subtree(picked), expected, None if picked else tree, context)
+    reserve_ms = sequence.promise.reserve_ms(tokens_left)
+    return Offer(nodes, candidate.slack_ms, tpot_ms * TPOT_SHARE, tokens_left, len(taken), gained, reserve_ms)

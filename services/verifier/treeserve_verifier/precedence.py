@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from treeserve_verifier.sequence import Sequence
 
+_LOST = 1  # classes that a missed TTFT target costs
 _UNPROMISED = 4.0  # who was promised no time is due after so many times what lifts a sequence by one class
 
 
@@ -27,14 +28,15 @@ class Ranking:
     def precedence(self, sequence: Sequence, now: float) -> tuple[int, bool, float, int]:
         """Smaller is more urgent: by level, then by when the next token is due.
 
-        Within a level, those that cannot meet their time to the first token any more come after those that can.
+        Those that cannot meet their time to the first token any more fall a level, and come after those there that can:
+        the time is worth more to who can still use it.
         """
         promise = sequence.promise
         due = promise.due_at
         is_late = due is not None and promise.first_at is None and due < now
         if due is None:
             due = promise.asked_at + _UNPROMISED * self._ageing_s
-        return self.level(sequence, now), is_late, due, sequence.seq_id
+        return self.level(sequence, now) + _LOST * is_late, is_late, due, sequence.seq_id
 
     def in_order(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
         """The most urgent first."""

@@ -43,6 +43,10 @@ class Promise:
             return None
         return self.first_at + TPOT_SHARE * self.tpot_ms / 1e3 * (self.later_tokens + 1)
 
+    def reserve_ms(self, tokens_left: int) -> float:
+        """By how much the last of `tokens_left` tokens may come later than `due_at` has it, and meet the target."""
+        return 0.0 if self.tpot_ms is None else (1.0 - TPOT_SHARE) * self.tpot_ms * (self.later_tokens + tokens_left)
+
     @property
     def met_ttft(self) -> bool | None:
         """Whether the first token came in time; None without a target or a token."""

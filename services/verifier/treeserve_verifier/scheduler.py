@@ -13,9 +13,9 @@ from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.calibration import Calibrator
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.kv_room import KvRoom
-from treeserve_verifier.planner import Candidate, PlannedSequence, StepPlan
 from treeserve_verifier.precedence import Ranking
 from treeserve_verifier.sequence import Emission, Sequence
+from treeserve_verifier.step_plan import Candidate, PlannedSequence, StepPlan
 
 _RETRY_AFTER_S = 1.0
 
@@ -159,7 +159,10 @@ class Scheduler:
         for sequence in self._ranking.in_order(self._running, now):
             uncomputed = self.uncomputed(sequence)
             tree = tree_of(sequence) if uncomputed == 1 else None
-            found.append(Candidate(sequence, uncomputed, tree, self._slack_ms(sequence, now)))
+            due_at, last_at = sequence.promise.due_at, sequence.promise.last_at
+            slack_ms = math.inf if due_at is None else 1e3 * (due_at - now)
+            silent_ms = 0.0 if last_at is None else 1e3 * (now - last_at)
+            found.append(Candidate(sequence, uncomputed, tree, slack_ms, silent_ms))
         return found
 
     def uncomputed(self, sequence: Sequence) -> int:
@@ -181,11 +184,11 @@ class Scheduler:
                     kept[planned.sequence] = reserved
         self._in_step = frozenset(kept)
         for sequence in self._running:
-            if sequence in kept:
+            if sequence in kept or sequence in plan.put_off:
                 sequence.wait.end(now)
             else:
                 sequence.wait.begin(now)
-        return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept))
+        return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept), plan.put_off)
 
     def settle(self, planned: PlannedSequence, outcome: VerifyOutcome | None) -> None:
         """Take a planned sequence's result: append its tokens, emit them, end it if it ended."""
@@ -290,10 +293,6 @@ class Scheduler:
         else:
             return
         self._on_end(sequence)
-
-    def _slack_ms(self, sequence: Sequence, now: float) -> float:
-        due_at = sequence.promise.due_at
-        return math.inf if due_at is None or sequence.promise.first_at is None else 1e3 * (due_at - now)
 
 
 def _is_realtime(sequence: Sequence) -> bool:

@@ -25,6 +25,7 @@ class Offer(NamedTuple):
         token_ms: time per output token that it was promised.
         tokens_left: tokens that it may still emit.
         taken, gained: nodes that are verified in any case, and the sum of their f.
+        reserve_ms: by how much the last token may be late and the promise be kept.
     """
 
     nodes: Sequence[RatedNode] = ()
@@ -33,6 +34,7 @@ class Offer(NamedTuple):
     tokens_left: int = 1
     taken: int = 0
     gained: float = 0.0
+    reserve_ms: float = 0.0
 
 
 class Selection:
@@ -52,6 +54,11 @@ class Selection:
         self._rows = len(offers) + sum(offer.taken for offer in offers)
         self.counts = [0] * len(offers)
         self.expected = [offer.gained for offer in offers]
+
+    @property
+    def rows(self) -> int:
+        """Roots and chosen nodes."""
+        return self._rows
 
     @property
     def step_ms(self) -> float:
@@ -124,7 +131,7 @@ class Selection:
     def _is_lost(self, index: int, token_ms: float) -> bool:
         """Whether the sequence would end late if from now on a token took so long."""
         offer = self._offers[index]
-        return offer.slack_ms - offer.token_ms + offer.tokens_left * (offer.token_ms - token_ms) < 0.0
+        return is_lost(offer.slack_ms + offer.reserve_ms, offer.token_ms, offer.tokens_left, token_ms)
 
     def _limit_ms(self, without: int | None = None) -> float:
         """Duration that makes nobody late who is in time at present."""
@@ -160,3 +167,8 @@ class Selection:
         self.expected[index] -= sum(node[0] for node in self._offers[index].nodes[start : start + count])
         self.counts[index] += count
         self._rows += count
+
+
+def is_lost(slack_ms: float, promised_ms: float, tokens_left: int, token_ms: float) -> bool:
+    """Whether a sequence that was promised a token every `promised_ms` ends late if each takes `token_ms` from now."""
+    return slack_ms - promised_ms + tokens_left * (promised_ms - token_ms) < 0.0
