@@ -84,15 +84,15 @@ class TokenTree:
         raise AssertionError("the tree is sound")
 
     @classmethod
-    def _sound(
+    def sound(
         cls,
         token_ids: tuple[int, ...],
         parents: tuple[int, ...],
         log_probs: tuple[float, ...] | None,
-        source_masks: tuple[int, ...] | None,
-        draws: tuple[Draws | None, ...] | None,
+        source_masks: tuple[int, ...] | None = None,
+        draws: tuple[Draws | None, ...] | None = None,
     ) -> TokenTree:
-        """A tree made of sound trees such that every invariant holds: it is not checked again."""
+        """A tree whose parts were made such that every invariant holds: it is not checked."""
         tree = object.__new__(cls)
         tree.__dict__.update(
             token_ids=token_ids, parents=parents, log_probs=log_probs, source_masks=source_masks, draws=draws
@@ -105,7 +105,9 @@ class TokenTree:
     @classmethod
     def root_only(cls, token_id: int) -> TokenTree:
         """The tree of plain decoding: nothing but the root."""
-        return cls((token_id,), (-1,))
+        if token_id < 0:
+            raise InvalidTreeError("negative token id")
+        return cls.sound((token_id,), (-1,), None)
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], log_probs: Sequence[float] | None = None) -> TokenTree:
@@ -187,9 +189,9 @@ class TokenTree:
 
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that carries `token_id`, or None."""
-        for c in self.children[node]:
-            if self.token_ids[c] == token_id:
-                return c
+        for i in range(node + 1, len(self.token_ids)):
+            if self.token_ids[i] == token_id and self.parents[i] == node:
+                return i
         return None
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -203,6 +205,11 @@ class TokenTree:
     def ancestor_words(self) -> npt.NDArray[np.uint64]:
         """Ancestor bitmask of each node, itself included: uint64[n, ceil(n / 64)], bit j of word w is node 64 w + j."""
         n = len(self)
+        if n <= BITS_PER_WORD:  # numpy's calls cost more than such a tree
+            masks = [1]
+            for i in range(1, n):
+                masks.append(masks[self.parents[i]] | 1 << i)
+            return np.array(masks, dtype=np.uint64).reshape(n, 1)
         words = np.zeros((n, -(-n // BITS_PER_WORD)), dtype=np.uint64)
         for i in range(n):
             if i > 0:
@@ -213,7 +220,7 @@ class TokenTree:
     def drafted_by(self, source_mask: int) -> TokenTree:
         """The tree with this source mask on all nodes but the root."""
         masks = (0, *[source_mask] * (len(self) - 1))
-        return TokenTree._sound(self.token_ids, self.parents, self.log_probs, masks, self.draws)
+        return TokenTree.sound(self.token_ids, self.parents, self.log_probs, masks, self.draws)
 
     def subtree(self, nodes: Iterable[int], root: int = 0) -> TokenTree:
         """The tree of `nodes` under `root`. Parents of all nodes must be among them.
@@ -232,7 +239,7 @@ class TokenTree:
         for old in below:
             if self.parents[old] not in index:
                 raise InvalidTreeError(f"node {old} was kept without its parent {self.parents[old]}")
-        return TokenTree._sound(
+        return TokenTree.sound(
             tuple([self.token_ids[i] for i in kept]),
             (-1, *[index[self.parents[i]] for i in below]),
             None if self.log_probs is None else (0.0, *[self.log_probs[i] for i in below]),
@@ -317,7 +324,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
                 masks[at] |= mask
                 draws[at] = draws[at] or tree.draws_below(i)
             merged.append(at)
-    return TokenTree._sound(
+    return TokenTree.sound(
         tuple(token_ids),
         tuple(parents),
         tuple(log_probs) if with_log_probs else None,

@@ -19,7 +19,8 @@ from treeserve_core.outcome import FinishReason, PositionLogProbs, VerifyOutcome
 from treeserve_core.sampling import SamplingParams, StoppingCriteria
 from treeserve_core.tree import TokenTree
 from treeserve_engine import multi_step, typical
-from treeserve_engine.next_token import DoubleArray, next_token, position_log_probs, target_distribution
+from treeserve_engine.next_token import next_token, position_log_probs, target_distribution
+from treeserve_engine.noisy_argmax import DoubleArray
 from treeserve_engine.processors import FloatArray, TokenContext
 
 

@@ -113,20 +113,21 @@ def build_batch(rows: Sequence[SequenceRows], blocks: BlockManager) -> ForwardBa
         blocks.slots(r.seq_id, context + r.node_offset, context + r.node_offset + n)
         for r, context, n in zip(rows, contexts, counts, strict=True)
     ]
+    of_sequences = np.array([contexts, [r.node_offset for r in rows]], dtype=np.int32)
     return ForwardBatch(
         input_ids=_joined([r.token_ids for r in rows]),
-        positions=_joined([r.depths for r in rows]) + np.repeat(contexts, counts),
+        positions=_joined([[context + d for d in r.depths] for r, context in zip(rows, contexts, strict=True)]),
         slot_mapping=_joined(slots),
         block_tables=_block_tables([blocks.block_table(r.seq_id) for r in rows]),
-        context_lens=np.array(contexts, dtype=np.int32),
+        context_lens=of_sequences[0],
         query_offsets=np.array(offsets, dtype=np.int32),
-        node_offsets=np.array([r.node_offset for r in rows], dtype=np.int32),
+        node_offsets=of_sequences[1],
         ancestor_words=_joined_words([r.ancestor_words for r in rows]),
         block_size=blocks.block_size,
-        logits_indices=_joined([[first + i for i in r.logits_rows] for first, r in zip(offsets, rows, strict=False)]),
+        logits_indices=_indices([r.logits_rows for r in rows], offsets),
         logits_offsets=tuple(accumulate((len(r.logits_rows) for r in rows), initial=0)),
         inputs=_joined_inputs(rows),
-        feature_rows=_joined([[first + i for i in r.feature_rows] for first, r in zip(offsets, rows, strict=False)]),
+        feature_rows=_indices([r.feature_rows for r in rows], offsets),
         feature_offsets=tuple(accumulate((len(r.feature_rows) for r in rows), initial=0)),
     )
 
@@ -157,6 +158,12 @@ def _joined(parts: Sequence[Sequence[int] | Int64Array]) -> Int64Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+def _indices(wanted: Sequence[Sequence[int]], offsets: Sequence[int]) -> Int64Array:
+    """Wanted rows of each sequence as rows of the batch."""
+    indices = [first + i for first, own in zip(offsets, wanted, strict=False) for i in own]
+    return np.array(indices, dtype=np.int64) if indices else _NONE
+
+
 def _joined_inputs(rows: Sequence[SequenceRows]) -> Float32Array | None:
     parts = [r.inputs for r in rows if r.inputs is not None]
     if not parts:
@@ -180,7 +187,5 @@ def _joined_words(words: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uin
 
 def _block_tables(tables: Sequence[Sequence[int]]) -> Int32Array:
     """int32[S, B], padded with -1."""
-    padded = np.full((len(tables), max(len(t) for t in tables)), -1, dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded
+    longest = max(map(len, tables))
+    return np.array([[*table, *[-1] * (longest - len(table))] for table in tables], dtype=np.int32)

@@ -264,7 +264,8 @@ class BlockManager:
         end = sequence.computed_len + (sequence.reserved or 0)
         if not 0 <= start <= stop <= end:
             raise RuntimeError(f"positions [{start}, {stop}) of sequence {seq_id} are not within its {end}")
-        return self._slots_of(sequence, np.arange(start, stop))
+        table, size = sequence.table, self.block_size
+        return np.array([table[p // size] * size + p % size for p in range(start, stop)], dtype=np.int64)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if a block is lost, unknown, counted wrongly, or shared while it may be written.

@@ -39,7 +39,7 @@ class TreeToAccept:
 
 
 # Commits a tree's walked tokens: its outcome, and for each token the most probable ones in its place, best first.
-Commit = Callable[[], tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]]
+Commit = Callable[[], tuple[VerifyOutcome, tuple[Sequence[int], ...]]]
 
 
 def accept_on_device(

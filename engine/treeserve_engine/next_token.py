@@ -8,23 +8,14 @@ the tree, the batch or the machine that holds the sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from treeserve_core.noise import GUMBEL_MIN, gumbel, uniform_counters
 from treeserve_core.outcome import PositionLogProbs
 from treeserve_core.sampling import SamplingParams
+from treeserve_engine.noisy_argmax import DoubleArray, IdArray, blocks, noisy_argmax, weights
 from treeserve_engine.processors import FloatArray, TokenContext, processed_logits
-
-DoubleArray = npt.NDArray[np.float64]
-IdArray = npt.NDArray[np.int64]
-
-# Ids hashed at once. Larger temporaries go back to the system each time, and page faults cost more than the work.
-_BLOCK = 16384
-# exp(GUMBEL_MIN) has room for the rounding of exp and division: the true minimum is -3.604.
-_CUT = math.exp(GUMBEL_MIN)
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -54,12 +45,13 @@ def next_token(
     Raises:
         NonFiniteLogitsError: if a logit is NaN or infinite.
     """
-    _check_finite(logits)
+    most_probable = _checked_argmax(logits)
     processed = processed_logits(logits, params, context, blocked_ids)
     if params.is_greedy:
-        return int(np.argmax(processed))
+        return most_probable if processed is logits else int(processed.argmax())
     kept = _kept_ids(processed, params)
-    return _noisy_argmax(processed if kept is None else processed[kept], kept, params, position)
+    values = processed if kept is None else processed[kept]
+    return noisy_argmax(values, kept, params.temperature, params.seed, position)
 
 
 def target_distribution(
@@ -69,12 +61,12 @@ def target_distribution(
 
     Args and raises: as for `next_token`.
     """
-    _check_finite(logits)
+    _checked_argmax(logits)
     processed = processed_logits(logits, params, context, blocked_ids)
     kept = _kept_ids(processed, params)
-    weights = _weights(processed if kept is None else processed[kept], float(processed.max()), params.temperature)
+    masses = weights(processed if kept is None else processed[kept], float(processed.max()), params.temperature)
     p = np.zeros(len(logits))
-    p[slice(None) if kept is None else kept] = weights / weights.sum()
+    p[slice(None) if kept is None else kept] = masses / masses.sum()
     return p
 
 
@@ -105,12 +97,14 @@ def position_log_probs(
     )
 
 
-def _check_finite(logits: FloatArray) -> None:
-    """Raise NonFiniteLogitsError if a logit is NaN or infinite."""
-    finite = np.isfinite(logits)
-    if not finite.all():
+def _checked_argmax(logits: FloatArray) -> int:
+    """The id of the largest logit. Raises NonFiniteLogitsError if one is NaN or infinite."""
+    best = int(logits.argmax())  # of a NaN, if there is one; so is the smallest
+    if not (math.isfinite(logits[best]) and math.isfinite(np.minimum.reduce(logits))):
+        finite = np.isfinite(logits)
         first = int(np.argmin(finite))
         raise NonFiniteLogitsError(f"{finite.size - finite.sum()} logits are not finite; id {first}: {logits[first]}")
+    return best
 
 
 def _kept_ids(logits: FloatArray, params: SamplingParams) -> IdArray | None:
@@ -120,7 +114,7 @@ def _kept_ids(logits: FloatArray, params: SamplingParams) -> IdArray | None:
         kept = _largest(logits, params.top_k)
     if params.top_p < 1.0:
         values = logits if kept is None else logits[kept]
-        nucleus = _largest(values, _nucleus_size(values, params.temperature, params.top_p))
+        nucleus = _nucleus(values, params.temperature, params.top_p)
         kept = nucleus if kept is None else kept[nucleus]
     if params.min_p > 0.0:
         probable = logits >= np.float32(float(logits.max()) + params.temperature * math.log(params.min_p))
@@ -132,64 +126,27 @@ def _largest(values: FloatArray, k: int) -> IdArray:
     """Indices of the k largest values, ascending; the lowest indices of those tied at the border."""
     if k == 0:
         return np.empty(0, np.int64)
-    border = np.partition(values, -k)[-k]
+    return _first(values, k, np.partition(values, -k)[-k])
+
+
+def _first(values: FloatArray, k: int, border: np.float32) -> IdArray:
+    """Indices of the k largest values, given the smallest of these."""
     largest = values > border
     largest[np.flatnonzero(values == border)[: k - np.count_nonzero(largest)]] = True
     return np.flatnonzero(largest)
 
 
-def _nucleus_size(values: FloatArray, temperature: float, top_p: float) -> int:
-    """How many of the most probable tokens it takes to reach top_p of their total probability.
+def _nucleus(values: FloatArray, temperature: float, top_p: float) -> IdArray:
+    """Indices, ascending, of as many of the most probable tokens as it takes to reach top_p of their total probability.
 
     The one place where a choice rests on the library's exp: everything else that decides is correctly rounded IEEE.
     """
     best = float(values.max())
-    total = sum(float(_weights(block, best, temperature).sum()) for _, block in _blocks(values))
+    total = sum(float(weights(block, best, temperature).sum()) for _, block in blocks(values))
     # Tokens with less than (1 - top_p) / n of the total make up less than 1 - top_p together, so the nucleus ends
     # above them: only the others need sorting. The halving covers the rounding.
     floor = best + temperature * math.log(0.5 * (1.0 - top_p) * total / len(values))
-    pool = -np.sort(-values[values >= np.float32(floor)])  # best first
-    reached = np.cumsum(_weights(pool, best, temperature)) >= top_p * total
-    return int(np.argmax(reached)) + 1 if reached.any() else len(pool)  # rounding may leave the sum just short
-
-
-def _noisy_argmax(values: FloatArray, kept: IdArray | None, params: SamplingParams, position: int) -> int:
-    """The id in `kept` (None: all) with the largest value / T + gumbel(seed, position, id), the lowest one on ties.
-
-    Exact, but only a few dozen tokens pay for the logarithms of the noise. With r = exp(value / T) / (1 - U), a token's
-    score lies within [log r + GUMBEL_MIN, log r], because 1 - U <= -log(U) <= (1 - U) exp(-GUMBEL_MIN). So a token
-    whose r is below exp(GUMBEL_MIN) times that of another cannot win.
-
-    Args:
-        values: float32[n], the logits of `kept`.
-    """
-    best = float(values.max())
-    leader = 2.0**-53  # of exp(0) / (2^53 - k), which the best token reaches whatever its noise
-    rivals = []
-    for start, block in _blocks(values):
-        ids = _ids(kept, np.arange(start, start + len(block)))
-        ratios = _weights(block, best, params.temperature) / (2.0**53 - uniform_counters(params.seed, position, ids))
-        leader = max(leader, float(ratios.max()))
-        rivals.append(start + np.flatnonzero(ratios >= leader * _CUT))
-    rival = np.concatenate(rivals)
-    scores = _scaled(values[rival], best, params.temperature) + gumbel(params.seed, position, _ids(kept, rival))
-    return int(_ids(kept, rival)[np.argmax(scores)])
-
-
-def _ids(kept: IdArray | None, indices: IdArray) -> IdArray:
-    return indices if kept is None else kept[indices]
-
-
-def _blocks(values: FloatArray) -> Iterator[tuple[int, FloatArray]]:
-    """Start and values of consecutive blocks."""
-    return ((start, values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK))
-
-
-def _scaled(values: FloatArray, best: float, temperature: float) -> DoubleArray:
-    """(values - best) / temperature: logits as the noise meets them; the shift makes it safe at any temperature."""
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
-        return (values - np.float64(best)) / temperature
-
-
-def _weights(values: FloatArray, best: float, temperature: float) -> DoubleArray:
-    return np.exp(_scaled(values, best, temperature))
+    pool = -np.sort(-values[np.flatnonzero(values >= np.float32(floor))])  # best first
+    reached = np.cumsum(weights(pool, best, temperature)) >= top_p * total
+    size = int(np.argmax(reached)) + 1 if reached.any() else len(pool)  # rounding may leave the sum just short
+    return _first(values, size, pool[size - 1])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from treeserve_kernels.cpu.build import find_compiler
 from treeserve_kernels.cpu.library import LIBRARY_VARIABLE, is_built, library_path
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native decoder is not built")
@@ -47,3 +48,11 @@ def test_other_files_are_refused(tmp_path):
     text.write_text("not a library" * 100)
     for path in (text, tmp_path, tmp_path / "missing.so"):
         assert load_elsewhere(path)[0] == "False"
+
+
+def test_one_of_another_version_is_refused(tmp_path):
+    source, older = tmp_path / "older.cpp", tmp_path / "older.so"
+    source.write_text('extern "C" int ts_abi_version() { return 3; }')
+    subprocess.run([*find_compiler(), "-shared", "-fPIC", str(source), "-o", str(older)], check=True)
+    built, reason = load_elsewhere(older)
+    assert built == "False" and "has interface version 3 instead of 4; build it anew" in reason

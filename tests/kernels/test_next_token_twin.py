@@ -10,7 +10,7 @@ from support.sampling_cases import Case, Choices, expected_tokens, random_logits
 
 from treeserve_core.sampling import SamplingParams
 from treeserve_core.tree import TokenTree
-from treeserve_engine.next_token import _nucleus_size
+from treeserve_engine.next_token import _nucleus as engines_nucleus
 from treeserve_kernels.dispatch import TWINS, kernels_for
 from treeserve_kernels.next_token import choose_tokens, mass_target
 from treeserve_kernels.noise import MASS_BITS, mass
@@ -49,7 +49,7 @@ def test_the_nucleus_is_the_engines_on_random_rows(scale, top_p):
     generator = torch.Generator().manual_seed(5)
     for _ in range(20):
         values = torch.randn(20_000, generator=generator) * scale
-        assert _nucleus(values, top_p) == _nucleus_size(values.numpy(), 1.0, top_p)
+        assert _nucleus(values, top_p) == len(engines_nucleus(values.numpy(), 1.0, top_p))
 
 
 def test_the_nucleus_differs_only_where_its_edge_is_a_hair_away():
@@ -64,7 +64,7 @@ def test_the_nucleus_differs_only_where_its_edge_is_a_hair_away():
         for top_p in np.array(
             [share - 2 * bound, np.nextafter(share, 0), share, np.nextafter(share, 1), share + 2 * bound]
         ):
-            ours, theirs = _nucleus(values, top_p), _nucleus_size(values.numpy(), 1.0, top_p)
+            ours, theirs = _nucleus(values, top_p), len(engines_nucleus(values.numpy(), 1.0, top_p))
             differing += ours != theirs
             assert ours == theirs or abs(top_p - share) <= bound
     assert differing  # the edge was met

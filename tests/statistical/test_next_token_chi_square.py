@@ -12,7 +12,7 @@ from scipy import stats
 
 from treeserve_core.noise import gumbel, uniform_counters
 from treeserve_core.sampling import SamplingParams
-from treeserve_engine import next_token as module
+from treeserve_engine import noisy_argmax as module
 from treeserve_engine.next_token import next_token
 from treeserve_engine.processors import TokenContext
 
@@ -113,6 +113,7 @@ class TestNegativeControls:
             noise: npt.NDArray[np.float64] = stats.norm.ppf(uniform_counters(seed, position, ids) * 2.0**-53)
             return noise
 
+        monkeypatch.setattr(module, "_native", lambda: None)
         monkeypatch.setattr(module, "gumbel", normal)
         monkeypatch.setattr(module, "_CUT", 0.0)  # no pruning: the bound is that of Gumbel noise
         draw = draw_with({"temperature": 1.0}, TokenContext())

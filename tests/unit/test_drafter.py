@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,9 @@ from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.errors import InvalidArgumentError, StaleBaseError
-from treeserve_core.sampling import SamplingParams
+from treeserve_core.sampling import SamplingParams, SequenceLimits
 from treeserve_core.tree import TokenTree
+from treeserve_speculator.colocated import ColocatedDrafter
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
@@ -251,6 +253,58 @@ def test_session_drafts_for_touched_sequences_with_a_budget(registry: CollectorR
     assert registry.get_sample_value("treeserve_speculator_sequences") == 2
     session.close()
     assert registry.get_sample_value("treeserve_speculator_sequences") == 0
+
+
+def test_a_drafter_in_the_verifier_meets_and_forgets_when_nobody_waits(registry: CollectorRegistry) -> None:
+    source, metrics = FakeSource("a", _chain(10)), SpeculatorMetrics(registry)
+    drafter = Drafter([source], vocab_size=100, eos_token_ids=frozenset(), limits=TreeLimits(64, 16), metrics=metrics)
+    colocated = ColocatedDrafter(drafter, TreeLimits(64, 16), metrics)
+
+    def assign(handle: int, budget: int) -> None:
+        colocated.assign(handle, [5, 6, 7], 2, SamplingParams(), SequenceLimits(), "", budget)
+
+    assign(1, budget=0)
+    assert not colocated.is_due and source.calls == []
+    colocated.learn()
+    assert source.calls == [("open", 1)]
+    colocated.commit(1, 3, (8,), 4, ())
+    assign(2, budget=4)
+    colocated.learn()
+    assert colocated.is_due and len(source.calls) == 1, "who waits for a tree is served by draft"
+    assert [(handle, p.tree.token_ids) for handle, p in colocated.draft(5000.0, 0.02)] == [(1, (8, 10)), (2, (7, 10))]
+    source.calls.clear()
+    colocated.release(1)
+    assert not colocated.is_due
+    colocated.commit(2, 3, (8,), 4, ())
+    colocated.release(2)
+    assert colocated.draft(5000.0, 0.02) == [], "what it was told keeps its order"
+    assert [call for call in source.calls if call[0] == "close"] == [("close", 1), ("close", 2)]
+    assign(3, budget=0)
+    colocated.release(3)
+    colocated.learn()
+    assert source.calls[-2:] == [("open", 3), ("close", 3)]
+
+
+def test_trees_that_are_not_checked_are_sound() -> None:
+    config = SpeculatorConfig(Path("none"), "m", sources=("ngram", "suffix", "recycling"))
+    sources = build_sources(SourceSettings(config, 9, "hash", frozenset({EOS})))
+    drafter = _drafter(CollectorRegistry(), *sources)
+    rng = random.Random(1)
+    found = 0
+    for handle in range(30):
+        sequence = DraftSequence(handle, [rng.randrange(5) for _ in range(9)], 3, SamplingParams(), 12, tenant="a")
+        drafter.open(sequence)
+        for _ in range(9):
+            trees = [source.propose(sequence, 12) for source in sources]
+            for tree in filter(None, [*trees, _draft(drafter, sequence)]):
+                assert TokenTree(tree.token_ids, tree.parents, tree.log_probs, tree.source_masks) == tree
+                found += 1
+            new = tuple(rng.randrange(5) for _ in range(rng.randint(1, 3)))
+            top = tuple(tuple(rng.sample(range(9), 4)) for _ in new)
+            drafter.commit(sequence, CommittedTokens(handle, len(sequence.tokens), new, 12, top))
+            drafter.learn()
+        drafter.close(sequence)
+    assert found > 900
 
 
 def test_session_applies_updates_in_order_and_drafts_once(registry: CollectorRegistry) -> None:

@@ -14,8 +14,9 @@ from support.sequences import VOCAB, make_sequence
 from treeserve_core.tree import TokenTree
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.runner import ModelRunner
-from treeserve_verifier.executor import NO_PLAIN_RUN, PlainRun, StepExecutor, _most_probable
+from treeserve_verifier.executor import NO_PLAIN_RUN, PlainRun, StepExecutor
 from treeserve_verifier.step_plan import PlannedSequence, StepPlan
+from treeserve_verifier.top_tokens import most_probable
 
 
 class SlowModel:
@@ -50,6 +51,24 @@ async def test_what_waited_for_the_step_is_done_while_it_runs() -> None:
         (step,) = await asyncio.wait_for(run, 15.0)
     assert step.results[0].outcome is not None and step.results[0].outcome.token_ids == (5,)
     assert step.results[0].top_token_ids == ((5, *range(5), 6, 7),), "padding is no token"
+
+
+async def test_top_tokens_are_looked_for_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("treeserve_verifier.top_tokens.most_probable", lambda logits: (looks.append(0), (1, 2))[1])
+    model, sequence = SlowModel(), make_sequence()
+    model.let_go.set()
+    runner = ModelRunner(model, 8, 4)
+    runner.blocks.add(sequence.seq_id)
+    wanted, found = frozenset({sequence.seq_id}), []
+    with ThreadPoolExecutor(1) as thread:
+        executor = StepExecutor(runner, thread, VOCAB)
+        for root in (3, 5):
+            runner.blocks.reserve(sequence.seq_id, 1)
+            plan = StepPlan((PlannedSequence(sequence, 1, TokenTree.root_only(root)),))
+            (step,) = await executor.run(plan, wanted, lambda: found.append(len(looks)), NO_PLAIN_RUN)
+    assert found == [0, 0] and len(looks) == 1, "those of the first step, after what waited for the second one"
+    assert list(step.results[0].top_token_ids[0]) == [1, 2] and len(looks) == 2, "who cannot wait looks"
 
 
 async def test_plain_steps_follow_one_another_until_something_happens() -> None:
@@ -88,4 +107,4 @@ def test_the_most_probable_tokens_are_those_of_a_full_sort(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     for logits in (rng.standard_normal(vocab), np.linspace(0, 1, vocab), np.linspace(1, 0, vocab)):
         values = logits.astype(np.float32)
-        assert _most_probable(values) == tuple(np.argsort(-values, kind="stable")[:8])
+        assert most_probable(values) == tuple(np.argsort(-values, kind="stable")[:8])

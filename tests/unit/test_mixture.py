@@ -50,7 +50,9 @@ def _mix(
     is_greedy: bool = True,
 ) -> TokenTree:
     mixture = mixture or Mixture(frozenset({EOS}))
-    return mixture.mix(sequence or MixedSequence(), trees, bounds, is_greedy=is_greedy)
+    tree = mixture.mix(sequence or MixedSequence(), trees, bounds, is_greedy=is_greedy)
+    assert TokenTree(tree.token_ids, tree.parents, tree.log_probs, tree.source_masks) == tree
+    return tree
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from treeserve_core.noise import gumbel
 from treeserve_core.sampling import SamplingParams
-from treeserve_engine import next_token as module
+from treeserve_engine import noisy_argmax as module
 from treeserve_engine.next_token import NonFiniteLogitsError, next_token, position_log_probs
 from treeserve_engine.processors import TokenContext, processed_logits
 
@@ -158,6 +159,15 @@ class TestFilters:
             assert drawn == {1}
 
 
+@pytest.fixture(scope="class")
+def in_numpy() -> Iterator[None]:
+    """As if the native library were not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_native", lambda: None)
+        yield
+
+
+@pytest.mark.usefixtures("in_numpy")
 class TestNoise:
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
     def test_pruning_equals_the_full_noise(self, temperature: float) -> None:

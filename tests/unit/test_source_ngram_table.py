@@ -81,6 +81,7 @@ def propose(
     tree = source.propose(state, budget)
     source.close(state)
     assert not state.source_state
+    assert tree is None or TokenTree(tree.token_ids, tree.parents, tree.log_probs, draws=tree.draws) == tree
     return tree
 
 

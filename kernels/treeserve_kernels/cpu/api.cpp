@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "cpu_features.h"
 #include "decoder.h"
+#include "rivals.h"
 
 namespace {
 
@@ -83,4 +84,12 @@ TsStatus ts_kv_load(TsKvCache* kv, int64_t block, const char* data) {
 
 TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y) {
     return guarded([&] { treeserve::apply_linear(*linear, treeserve::find_kernels(isa), rows, x, y); });
+}
+
+TsStatus ts_find_rivals(const char* isa, int64_t count, const float* values, const int64_t* ids, double temperature,
+                        uint64_t seed, int64_t position, int64_t* rivals, int64_t* num_rivals) {
+    return guarded([&] {
+        const treeserve::Draw draw{count, values, ids, temperature, seed, position};
+        *num_rivals = treeserve::find_rivals(treeserve::find_kernels(isa), draw, rivals);
+    });
 }

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 3
+#define TS_ABI_VERSION 4
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -109,6 +109,15 @@ TS_EXPORT TsStatus ts_kv_load(TsKvCache* kv, int64_t block, const char* data);
 
 // One linear layer alone, as the decoder computes it: x float32[rows, num_inputs] to y float32[rows, num_outputs].
 TS_EXPORT TsStatus ts_linear_apply(const TsLinear* linear, const char* isa, int64_t rows, const float* x, float* y);
+
+// Indices, ascending, of the tokens that can win the argmax of value / T + Gumbel(seed, position, id), whatever the
+// last bits of the scores: all within 2^-10 of the best, so nearly always one. Values may be -inf, not all of them.
+TS_EXPORT TsStatus ts_find_rivals(const char* isa, int64_t count, const float* values,
+                                  const int64_t* ids,  // [count], or null: 0, 1, ...
+                                  double temperature,  // [2^-100, 2^100]
+                                  uint64_t seed, int64_t position,
+                                  int64_t* rivals,  // [count]
+                                  int64_t* num_rivals);
 
 #ifdef __cplusplus
 }

@@ -25,7 +25,9 @@ LIBRARY_NAME = "libtreeserve_cpu.so"
 
 _SOURCES = Path(__file__).parent
 # Code that only some CPUs run is compiled with their instructions; all else with what every CPU of the machine has.
-_PORTABLE = ("api", "batch", "cpu_features", "decoder", "kv_cache", "memory", "thread_pool", "kernels_portable")
+_PORTABLE = (
+    "api", "batch", "cpu_features", "decoder", "kv_cache", "memory", "rivals", "thread_pool", "kernels_portable",
+)  # fmt: skip
 _X86 = {
     "kernels_avx2": ("-mavx2", "-mfma"),
     "kernels_avx512": (

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "sampling.h"
 
 namespace treeserve::TREESERVE_ISA {
 
@@ -16,6 +17,8 @@ constexpr Kernels kernel_table(const char* name) {
         .linear_swiglu = linear_swiglu,
         .write_key_value = write_key_value,
         .attend = attend,
+        .largest_value = largest_value,
+        .find_candidates = find_candidates,
     };
 }
 

@@ -1,9 +1,9 @@
 // The arithmetic of a forward pass, as a table of functions that each instruction set fills in.
 //
-// The kernels are written once (linear.h, attention.h, elementwise.h) over a vector of 16 numbers, and compiled once
-// per instruction set. Every operation on that vector is exact, correctly rounded or in a fixed order, so that all
-// tables compute the same bits. The kernels know plain pointers only: no inline function of the standard library can
-// end up compiled for an instruction set that the CPU lacks.
+// The kernels are written once (linear.h, attention.h, elementwise.h, sampling.h) over a vector of 16 numbers, and
+// compiled once per instruction set. Every operation on that vector is exact, correctly rounded or in a fixed order, so
+// that all tables compute the same bits. The kernels know plain pointers only: no inline function of the standard
+// library can end up compiled for an instruction set that the CPU lacks.
 #pragma once
 
 #include <cstdint>
@@ -128,6 +128,33 @@ struct AttentionScratch {
     int64_t score_stride;
 };
 
+// A token that may win, as far as a scan can tell.
+struct Candidate {
+    int32_t index;
+    float score;  // infinite where the scan cannot tell
+};
+
+// Part of the logits, to be looked through for tokens that may win the argmax of value / T + noise.
+//
+// With noise g = -log(-log U), 1 - U <= -log U <= (1 - U) exp(3.604) for every U there is. So (value - best) / T + g is
+// never above the logarithm of r = exp((value - best) / T) / (1 - U), at most 3.604 below it, and a token whose r is
+// exp(3.604) = 2^5.200 times smaller than another's cannot win. Scores are log2 r, at most 0.0015 too low and at most
+// 0.0862 too high.
+struct RivalScan {
+    const float* values;  // [count]
+    const int64_t* ids;   // [count], or null: first_id, first_id + 1, ...
+    int64_t count;
+    int64_t first_id;
+    uint64_t key;  // of the noise
+    float best;    // largest value of all parts
+    float scale;   // log2(e) / T
+    float leader;  // largest score so far; 0 at first, which the best reaches whatever its noise
+};
+
+// Candidates score this far behind the leader at most: 5.200 + 0.0015 + 0.0862, rivals.cpp's margin, and some room.
+constexpr float kRivalRange = 5.3f;
+constexpr float kMostNoise = 53.0f;  // of log2 1 / (1 - U)
+
 // Not a multiple of what the first-level cache's sets repeat at.
 constexpr int64_t kQueryStride = kMaxHeadDim + kLanes;
 
@@ -143,6 +170,10 @@ struct Kernels {
     void (*linear_swiglu)(const SwigluCall& call, int64_t group, float* products);
     void (*write_key_value)(const KeyValueWrite& write);
     void (*attend)(const AttentionCall& call, const AttentionTask& task, const AttentionScratch& scratch);
+    // NaN if a value is NaN or +inf.
+    float (*largest_value)(const float* values, int64_t count);
+    // Raises the scan's leader and returns how many candidates it wrote, in order; `out` has room for `count`.
+    int64_t (*find_candidates)(RivalScan& scan, Candidate* out);
 };
 
 extern const Kernels kPortableKernels;

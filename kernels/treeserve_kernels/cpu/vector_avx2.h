@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "noise.h"
 #include "number_types.h"
 
 namespace treeserve::TREESERVE_ISA {
@@ -15,6 +16,10 @@ struct Floats {
 };
 struct Ints {
     __m256i low, high;
+};
+using FourLongs = uint64_t __attribute__((vector_size(32)));
+struct Longs {
+    FourLongs part[4];
 };
 struct WeightBytes {
     __m256i low, high;                      // signed
@@ -81,6 +86,12 @@ inline Floats magnitude(Floats a) {
     return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
 }
 
+inline uint32_t at_least(Floats a, Floats b) {
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ));
+    const int high = _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ));
+    return static_cast<uint32_t>(low | high << 8);
+}
+
 inline float sum(Floats a) {
     const __m256 eight = _mm256_add_ps(a.low, a.high);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -106,6 +117,25 @@ inline __m256 scale_eight(__m256 a, __m256i n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
 }
 inline Floats scale_by_power(Floats a, Ints n) { return {scale_eight(a.low, n.low), scale_eight(a.high, n.high)}; }
+
+inline Ints float_bits(Floats a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
+
+inline FourLongs load_four(const int64_t* p) {
+    return reinterpret_cast<FourLongs>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Longs load(const int64_t* p) { return {{load_four(p), load_four(p + 4), load_four(p + 8), load_four(p + 12)}}; }
+inline Longs add(const Longs& a, uint64_t b) { return {{a.part[0] + b, a.part[1] + b, a.part[2] + b, a.part[3] + b}}; }
+inline __m256i noise_complement_eight(FourLongs a, FourLongs b, uint64_t key) {
+    const __m256 first = reinterpret_cast<__m256>(~noise_bits(a, key));
+    const __m256 second = reinterpret_cast<__m256>(~noise_bits(b, key));
+    // The upper halves, in the order a0 a1 b0 b1 a2 a3 b2 b3: a shuffle works within 128 bits.
+    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
+    return _mm256_srli_epi32(_mm256_permute4x64_epi64(odd, 0xd8), 1);
+}
+inline Ints noise_complement(const Longs& ids, uint64_t key) {
+    return {noise_complement_eight(ids.part[0], ids.part[1], key),
+            noise_complement_eight(ids.part[2], ids.part[3], key)};
+}
 
 // maddubs multiplies unsigned by signed bytes and saturates pairs of products at 16 bits. Magnitudes of weights times
 // inputs that take over their signs stay below: 2 * 127 * 127 < 2^15. So the weights are used without the 128 here.

@@ -6,12 +6,17 @@
 #include <cstdint>
 #include <cstring>
 
+#include "noise.h"
 #include "number_types.h"
 
 namespace treeserve::TREESERVE_ISA {
 
 using Floats = __m512;
 using Ints = __m512i;
+using EightLongs = uint64_t __attribute__((vector_size(64)));
+struct Longs {
+    EightLongs low, high;
+};
 struct WeightBytes {
     __m512i bytes;
 };
@@ -55,6 +60,8 @@ inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats magnitude(Floats a) { return _mm512_abs_ps(a); }
 
+inline uint32_t at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+
 inline __m256 lower(Floats a) { return _mm512_castps512_ps256(a); }
 inline __m256 upper(Floats a) { return _mm512_extractf32x8_ps(a, 1); }
 inline float sum(Floats a) {
@@ -75,6 +82,20 @@ inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Ints round_to_int(Floats a) { return _mm512_cvtps_epi32(a); }
 inline Floats scale_by_power(Floats a, Ints n) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
+}
+
+inline Ints float_bits(Floats a) { return _mm512_castps_si512(a); }
+
+inline Longs load(const int64_t* p) {
+    return {reinterpret_cast<EightLongs>(_mm512_loadu_si512(p)),
+            reinterpret_cast<EightLongs>(_mm512_loadu_si512(p + 8))};
+}
+inline Longs add(Longs a, uint64_t b) { return {a.low + b, a.high + b}; }
+inline Ints noise_complement(Longs ids, uint64_t key) {
+    const __m512i low = reinterpret_cast<__m512i>(~noise_bits(ids.low, key));
+    const __m512i high = reinterpret_cast<__m512i>(~noise_bits(ids.high, key));
+    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_srli_epi32(_mm512_permutex2var_epi32(low, odd, high), 1);
 }
 
 inline Ints first_sum(int32_t offset) { return _mm512_set1_epi32(offset); }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "noise.h"
 #include "number_types.h"
 
 namespace treeserve::TREESERVE_ISA {
@@ -14,6 +15,9 @@ struct Floats {
 };
 struct Ints {
     int32_t lane[16];
+};
+struct Longs {
+    uint64_t lane[16];
 };
 struct WeightBytes {
     uint8_t byte[64];
@@ -100,6 +104,13 @@ inline Floats magnitude(const Floats& a) {
     return each([&](int i) { return std::fabs(a.lane[i]); });
 }
 
+// Bit i: whether a[i] >= b[i].
+inline uint32_t at_least(const Floats& a, const Floats& b) {
+    uint32_t mask = 0;
+    for (int i = 0; i < 16; ++i) mask |= static_cast<uint32_t>(a.lane[i] >= b.lane[i]) << i;
+    return mask;
+}
+
 // Sums and maxima fold the upper half onto the lower one: 16, 8, 4, 2, 1.
 inline float sum(Floats a) {
     for (int half = 8; half; half /= 2) {
@@ -137,6 +148,28 @@ inline Floats scale_by_power(const Floats& a, const Ints& n) {
         std::memcpy(&result, &bits, 4);
         return result;
     });
+}
+
+// The bits of each number as an integer.
+inline Ints float_bits(const Floats& a) {
+    Ints result;
+    std::memcpy(result.lane, a.lane, sizeof a.lane);
+    return result;
+}
+
+inline Longs load(const int64_t* p) {
+    Longs result;
+    std::memcpy(result.lane, p, sizeof result.lane);
+    return result;
+}
+inline Longs add(const Longs& a, uint64_t b) {
+    Longs result;
+    for (int i = 0; i < 16; ++i) result.lane[i] = a.lane[i] + b;
+    return result;
+}
+// 2^31 (1 - U) of the tokens with these ids, rounded down.
+inline Ints noise_complement(const Longs& ids, uint64_t key) {
+    return each_int([&](int i) { return static_cast<int32_t>(~noise_bits(ids.lane[i], key) >> 33); });
 }
 
 // Int8 dot products: 64 bytes hold 16 outputs x 4 inputs of a panel; each output adds its 4 products.

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 # Claims beyond are no more telling, and their log-odds would drown the rest.
 _LEAST, _MOST = 0.002, 0.995
 # A model stops remembering at so many observations: what a source is worth changes with the traffic.
@@ -17,11 +14,10 @@ _LEAST_CURVATURE = 0.005
 RANK_CLASSES = 3  # first, second, and all other children of a node
 
 
-def log_odds(log_probs: Sequence[float]) -> list[float]:
-    """Log-odds of what is claimed for each node."""
-    p: npt.NDArray[np.float64] = np.exp(np.array(log_probs)).clip(_LEAST, _MOST)
-    odds: list[float] = np.log(p / (1.0 - p)).tolist()
-    return odds
+def log_odds(log_prob: float) -> float:
+    """Log-odds of what is claimed for a node."""
+    p = min(max(math.exp(log_prob), _LEAST), _MOST)
+    return math.log(p / (1.0 - p))
 
 
 def probability(log_odds: float) -> float:

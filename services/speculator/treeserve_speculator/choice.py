@@ -15,12 +15,11 @@ Whether a tree is asked for at all is the verifier's to decide (its Pace): it kn
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -55,31 +54,47 @@ class _Asked:
 
 
 @dataclass(eq=False)
+class _Choice:
+    """Who grew a tree.
+
+    Attributes:
+        known_trees: of the cheap sources.
+        known_mask: their bits.
+        asked: who grew it besides them.
+    """
+
+    known_trees: tuple[TokenTree, ...] = ()
+    known_mask: int = 0
+    asked: tuple[_Asked, ...] = ()
+
+    @functools.cached_property
+    def promise(self) -> int:
+        """Class of what the cheap sources promised."""
+        return promise_of(max(map(_expected_tokens, self.known_trees), default=0.0))
+
+
+@dataclass(eq=False)
 class _Memory:
     """What is known of one sequence.
 
     Attributes:
         known, extra: how well cheap and costly sources do at present.
         idle: committed tokens since a source was last asked.
-        promise: class of what the cheap sources promised for the latest tree.
-        asked: who grew it besides them.
-        known_mask: their bits.
+        choice: for the latest tree.
     """
 
     kind: KindRates
     known: Factor = field(default_factory=Factor)
     extra: Factor = field(default_factory=Factor)
     idle: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: _NEW_TEXT))
-    promise: int = 0
-    asked: tuple[_Asked, ...] = ()
-    known_mask: int = 0
+    choice: _Choice = field(default_factory=_Choice)
 
     def scaled(self, source: str, width: int, besides: Sequence[str]) -> _Rates:
         """What is to be expected of a costly source beside others: `SourceRates.scaled`."""
         kind = self.kind
         chances = self.extra.value * (1.0 + self.idle[source] / _DOUBT)
         most = min((kind.beyond[source, other].value for other in besides), default=1.0)
-        return kind.sources[source].scaled(self.promise, width, chances, most)
+        return kind.sources[source].scaled(self.choice.promise, width, chances, most)
 
     def relax(self, num_tokens: int) -> None:
         """Text went by."""
@@ -88,13 +103,15 @@ class _Memory:
         for name in self.idle:
             self.idle[name] += num_tokens
 
-    def see_known(self, depth: int, *, hit: bool) -> None:
+    def see_known(self, choice: _Choice, depth: int, *, hit: bool) -> None:
         """On the cheap sources' path they had the next token, or not."""
-        rate = self.kind.known[self.promise][depth]
+        rate = self.kind.known[choice.promise][depth]
         self.known.see(hit, rate.value)
         rate.see(hit)
 
-    def see_extra(self, depth: int, above: int, below: int, expanded: int, rank: int, *, on_known: bool) -> None:
+    def see_extra(
+        self, choice: _Choice, depth: int, above: int, below: int, expanded: int, rank: int, *, on_known: bool
+    ) -> None:
         """The cheap sources did not have the next token.
 
         Args:
@@ -102,14 +119,14 @@ class _Memory:
             expanded: who proposed children of the node.
             rank: of that child.
         """
-        tried = [a for a in self.asked if depth <= DEPTHS[a.depth] and (on_known or above & a.bit)]
+        tried = [a for a in choice.asked if depth <= DEPTHS[a.depth] and (on_known or above & a.bit)]
         for asked in tried:
             hit = bool(below & asked.bit)
             rates = self.kind.sources[asked.name]
-            self.extra.see(hit, rates.rate(self.promise, depth, asked.width, on_known=on_known).value)
+            self.extra.see(hit, rates.rate(choice.promise, depth, asked.width, on_known=on_known).value)
             for width in range(asked.width + 1):
                 narrow_hit = hit and (width == asked.width or rank < WIDTHS[width])
-                rates.rate(self.promise, depth, width, on_known=on_known).see(narrow_hit)
+                rates.rate(choice.promise, depth, width, on_known=on_known).see(narrow_hit)
             if above & asked.bit:
                 rates.see_deeper(expanded=bool(expanded & asked.bit), hit=hit)
             for other in tried:
@@ -164,30 +181,29 @@ class SourceChooser:
 
     def _share(self, name: str) -> float:
         """The source's time for its largest tree, in tokens; 0 while a token's time is not known."""
-        return self._times[name].seconds(len(WIDTHS) - 1, self._load)[-1] * self._per_second
+        return self._times[name].largest_s(self._load) * self._per_second
 
     def chooses(self, name: str) -> bool:
         """Whether the source is asked for some sequences only."""
         return name in self._costly
 
-    def choose(self, sequence: DraftSequence, known_trees: Iterable[TokenTree]) -> dict[str, TreeShape]:
+    def choose(self, sequence: DraftSequence, known_trees: Sequence[TokenTree]) -> dict[str, TreeShape]:
         """Which costly sources to ask for the next tree, and how far each is to grow it.
 
         Args:
             known_trees: what the others proposed.
         """
         memory = self._memory(sequence)
-        memory.promise = promise_of(max(map(_expected_tokens, known_trees), default=0.0))
-        memory.known_mask = (1 << len(self._names)) - 1 - sum(1 << bit for bit in self._costly.values())
+        known_mask = (1 << len(self._names)) - 1 - sum(1 << bit for bit in self._costly.values())
+        choice = memory.choice = _Choice(tuple(known_trees), known_mask)
         candidates = [name for name in self._costly if name not in sequence.disabled]
         if not candidates:
-            memory.asked = ()
             return {}
         chosen, width, depth, rate = self._best(memory, candidates)
-        memory.asked = tuple(_Asked(name, 1 << self._costly[name], width, depth) for name in chosen)
+        choice.asked = tuple(_Asked(name, 1 << self._costly[name], width, depth) for name in chosen)
         for name in candidates:
             if name not in chosen:
-                memory.kind.sources[name].fade(memory.promise)
+                memory.kind.sources[name].fade(choice.promise)
         return {name: self._shape(memory, name, width, depth, rate) for name in chosen}
 
     def _best(self, memory: _Memory, candidates: Sequence[str]) -> tuple[list[str], int, int, float]:
@@ -195,8 +211,8 @@ class SourceChooser:
 
         Sources are added one by one, the first with the shape that suits it best, others with the same shape.
         """
-        path = memory.kind.known_path(memory.promise, memory.known.value)
-        tokens, time = sum(path), self._time + self._node_cost("", memory.promise)
+        path = memory.kind.known_path(memory.choice.promise, memory.known.value)
+        tokens, time = sum(path), self._time + self._node_cost("", memory.choice.promise)
         chosen: list[str] = []
         joint: _Rates | None = None
         rate, width, depth = tokens / time, 0, 0
@@ -246,7 +262,7 @@ class SourceChooser:
             times.observe(len(WIDTHS) - 1, len(DEPTHS) - 1, len(sequences), each)
             return
         memories = [self._memory(sequence) for sequence in sequences]
-        asked = [asked for memory in memories for asked in memory.asked if asked.name == name]
+        asked = [asked for memory in memories for asked in memory.choice.asked if asked.name == name]
         if all(memory.idle[name] <= _CAUGHT_UP for memory in memories):  # else it may have read a prompt
             width, depth = max(a.width for a in asked), max(a.depth for a in asked)
             times.observe(width, depth, len(sequences), each)
@@ -255,16 +271,17 @@ class SourceChooser:
 
     def drafted(self, sequence: DraftSequence) -> None:
         """The sequence's latest tree came of the latest choice."""
-        memory, price, tree = self._memory(sequence), self._prices.node, sequence.tree
-        if tree is None or tree.source_masks is None or price <= 0.0:
+        memory, price, tree = self._memories.get(sequence), self._prices.node, sequence.tree
+        if memory is None or tree is None or tree.source_masks is None or price <= 0.0:
             return
+        choice = memory.choice
         least = math.log(min(1.0, price))
         paying = [
             mask for mask, path in zip(tree.source_masks[1:], tree.path_log_probs[1:], strict=True) if path > least
         ]
-        extra = [mask for mask in paying if not mask & memory.known_mask]
-        self._count("", memory.promise, len(paying) - len(extra))
-        for asked in memory.asked:
+        extra = [mask for mask in paying if not mask & choice.known_mask]
+        self._count("", choice.promise, len(paying) - len(extra))
+        for asked in choice.asked:
             self._count(asked.name, asked.depth, sum(1 for mask in extra if mask & asked.bit))
 
     def _count(self, name: str, index: int, nodes: int) -> None:
@@ -276,25 +293,25 @@ class SourceChooser:
 
         The sequence's latest tree, if it has one, is followed along them.
         """
-        latest = copy.copy(self._memory(sequence))  # its rates are the same; the choice will be another
-        return functools.partial(self._learn, latest, sequence.tree, new_tokens)
+        memory = self._memory(sequence)
+        return functools.partial(self._learn, memory, memory.choice, sequence.tree, new_tokens)
 
-    def _learn(self, memory: _Memory, tree: TokenTree | None, new_tokens: Sequence[int]) -> None:
+    def _learn(self, memory: _Memory, choice: _Choice, tree: TokenTree | None, new_tokens: Sequence[int]) -> None:
         memory.relax(len(new_tokens))
         if tree is None or tree.source_masks is None:
             return
-        masks, node = tree.source_masks, 0
+        masks, node, known_mask = tree.source_masks, 0, choice.known_mask
         for depth, token_id in enumerate(new_tokens[:DEEPEST], start=1):
-            above = masks[node] if node > 0 else memory.known_mask
+            above = masks[node] if node > 0 else known_mask
             child = tree.child(node, token_id)
             below = masks[child] if child is not None else 0
-            on_known = bool(above & memory.known_mask)
+            on_known = bool(above & known_mask)
             if on_known:
-                memory.see_known(depth, hit=bool(below & memory.known_mask))
-            if not below & memory.known_mask:
+                memory.see_known(choice, depth, hit=bool(below & known_mask))
+            if not below & known_mask:
                 rank = 0 if child is None else _rank(tree, node, child)
                 expanded = functools.reduce(operator.or_, (masks[c] for c in tree.children[node]), 0)
-                memory.see_extra(depth, above, below, expanded, rank, on_known=on_known)
+                memory.see_extra(choice, depth, above, below, expanded, rank, on_known=on_known)
             if child is None:
                 return
             node = child

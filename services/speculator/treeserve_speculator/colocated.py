@@ -27,7 +27,7 @@ from treeserve_speculator.sources.base import SourceSettings
 
 
 class ColocatedDrafter:
-    """What it is told gathers until `draft`. All calls come from one thread.
+    """What it is told gathers until `draft`, or until `learn` if no tree is asked for. All calls come from one thread.
 
     Attributes:
         sources: names of its draft sources.
@@ -42,8 +42,8 @@ class ColocatedDrafter:
 
     @property
     def is_due(self) -> bool:
-        """Whether anything gathered."""
-        return bool(self._works)
+        """Whether a tree is asked for."""
+        return any(work.wants_tree for work in self._works)
 
     def assign(
         self,
@@ -74,7 +74,7 @@ class ColocatedDrafter:
         base_committed_len: int,
         token_ids: tuple[int, ...],
         budget: int,
-        top_token_ids: tuple[tuple[int, ...], ...],
+        top_token_ids: tuple[Sequence[int], ...],
     ) -> None:
         """Progress of a sequence; a positive budget asks for a tree."""
         committed = CommittedTokens(handle, base_committed_len, token_ids, budget, top_token_ids)
@@ -90,8 +90,11 @@ class ColocatedDrafter:
         return self._session.run([*works, DraftWork(prices=DraftPrices(token_us, node))])
 
     def learn(self) -> None:
-        """Learn from the commits: when nobody waits."""
+        """Learn from the commits, meet what began and forget what ended: when nobody waits."""
         self._session.learn()
+        if not self.is_due:
+            works, self._works = self._works, []
+            self._session.run(works)
 
 
 def build(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -40,6 +40,24 @@ class TreeLimits:
         return TreeLimits(min(self.max_nodes, other.max_nodes), min(self.max_depth, other.max_depth))
 
 
+class _Member:
+    """A source as the drafter keeps it.
+
+    Attributes:
+        mask: its bit.
+        seconds: its time that was not counted yet.
+    """
+
+    __slots__ = ("batched", "counters", "mask", "seconds", "source")
+
+    def __init__(self, source: DraftSource, bit: int, metrics: SpeculatorMetrics) -> None:
+        self.source = source
+        self.batched = source if isinstance(source, BatchDraftSource) else None
+        self.mask = 1 << bit
+        self.counters = metrics.of_source(source.name)
+        self.seconds = 0.0
+
+
 class Drafter:
     """Asks sources about every sequence, and makes one tree of the nodes that are likely to be worth their price.
 
@@ -58,12 +76,11 @@ class Drafter:
         metrics: SpeculatorMetrics,
         clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sources = tuple(sources)
+        self._members = tuple(_Member(source, bit, metrics) for bit, source in enumerate(sources))
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._limits = limits
         self._metrics = metrics
-        self._counters = {source.name: metrics.of_source(source.name) for source in self._sources}
         self._clock_s = clock_s
         self._choice = SourceChooser(self.source_names)
         self._mixture = Mixture(eos_token_ids)
@@ -72,27 +89,27 @@ class Drafter:
     @property
     def sources(self) -> tuple[DraftSource, ...]:
         """The sources, in the order of their bits."""
-        return self._sources
+        return tuple(member.source for member in self._members)
 
     @property
     def source_names(self) -> tuple[str, ...]:
         """Names of the sources; bit k of a node's source mask stands for the k-th."""
-        return tuple(source.name for source in self._sources)
+        return tuple(source.name for source in self.sources)
 
     @property
     def wants_top_tokens(self) -> bool:
         """Whether some source learns from the target's top tokens."""
-        return any(source.wants_top_tokens for source in self._sources)
+        return any(source.wants_top_tokens for source in self.sources)
 
     @property
     def feature_shape(self) -> FeatureShape | None:
         """Of the target's hidden states, if some source wants them."""
-        return next((s.feature_shape for s in self._sources if isinstance(s, FeatureDraftSource)), None)
+        return next((s.feature_shape for s in self.sources if isinstance(s, FeatureDraftSource)), None)
 
     def open(self, sequence: DraftSequence) -> None:
         """Introduce a new sequence to all sources."""
         self._metrics.sequences.inc()
-        for source in self._sources:
+        for source in self.sources:
             self._guarded(source, sequence, source.open, sequence)
 
     def commit(self, sequence: DraftSequence, committed: CommittedTokens) -> None:
@@ -112,22 +129,27 @@ class Drafter:
             functools.partial(self._record_visits, sequence.tree, tokens),
         )
         sequence.tree = None
-        for source in self._sources:
-            began = self._clock_s()
-            self._guarded(source, sequence, source.commit, sequence, tokens, top)
-            self._counters[source.name].seconds.inc(self._clock_s() - began)
+        began = self._clock_s()
+        for member in self._members:
+            self._guarded(member.source, sequence, member.source.commit, sequence, tokens, top)
+            ended = self._clock_s()
+            member.seconds += ended - began
+            began = ended
 
     def learn(self) -> None:
-        """Learn from the commits since the last time: when trees have left, because it delays the next ones."""
+        """Learn from what was committed and drafted since the last time, and count it: when the trees have left."""
         lessons, self._lessons = self._lessons, []
         for lesson in lessons:
             lesson()
+        for member in self._members:
+            member.counters.seconds.inc(member.seconds)
+            member.seconds = 0.0
 
     def close(self, sequence: DraftSequence) -> None:
         """Let all sources forget a sequence."""
         self._metrics.sequences.dec()
         self._choice.close(sequence)
-        for source in self._sources:
+        for source in self.sources:
             self._guarded(source, sequence, source.close, sequence)
 
     def draft(
@@ -146,50 +168,57 @@ class Drafter:
         for sequence in sequences:
             sequence.prices = prices
         choosable = self._choice.begin(len(sequences), prices)
-        self._collect(found, limits, [source for source in self._sources if source.name not in choosable])
+        self._collect(found, limits, [member for member in self._members if member.source.name not in choosable])
         for sequence, known in found.items():
-            sequence.shapes = self._choice.choose(sequence, known)
-        self._collect(found, limits, [source for source in self._sources if source.name in choosable])
+            sequence.shapes = self._choice.choose(sequence, tuple(known))
+        if choosable:
+            self._collect(found, limits, [member for member in self._members if member.source.name in choosable])
         trees = [self._combined(sequence, trees, limits) for sequence, trees in found.items()]
         for sequence, tree in zip(sequences, trees, strict=True):
             sequence.tree = tree
-            self._choice.drafted(sequence)
+            self._lessons.append(functools.partial(self._choice.drafted, sequence))
         elapsed = self._clock_s() - started
-        self._record(trees, elapsed)
+        self._metrics.draft_seconds.observe(elapsed)
+        self._metrics.trees.inc(len(trees))
+        self._metrics.empty_trees.inc(sum(len(tree) == 1 for tree in trees))
+        self._lessons.append(functools.partial(self._record_nodes, trees))
         return [
             DraftProposal(len(sequence.tokens), tree, round(elapsed * 1e6))
             for sequence, tree in zip(sequences, trees, strict=True)
         ]
 
     def _collect(
-        self, found: Mapping[DraftSequence, list[TokenTree]], limits: TreeLimits, sources: Sequence[DraftSource]
+        self, found: Mapping[DraftSequence, list[TokenTree]], limits: TreeLimits, members: Sequence[_Member]
     ) -> None:
         """Add the trees of some sources to what was found, and note their times."""
-        for source in sources:
-            asked = [s for s in found if source.name in s.shapes] if self._choice.chooses(source.name) else list(found)
-            began = self._clock_s()
-            mask = 1 << self._sources.index(source)
-            for sequence, tree in zip(asked, self._ask(source, asked, limits), strict=True):
+        began = self._clock_s()
+        for member in members:
+            name = member.source.name
+            asked = [s for s in found if name in s.shapes] if self._choice.chooses(name) else list(found)
+            for sequence, tree in self._ask(member, asked, limits):
                 if tree is not None:
-                    found[sequence].append(tree.drafted_by(mask))
-            elapsed = self._clock_s() - began
-            self._choice.took(source.name, asked, elapsed)
-            self._counters[source.name].seconds.inc(elapsed)
+                    found[sequence].append(tree.drafted_by(member.mask))
+            ended = self._clock_s()
+            self._choice.took(name, asked, ended - began)
+            member.seconds += ended - began
+            began = ended
 
     def _ask(
-        self, source: DraftSource, sequences: Sequence[DraftSequence], limits: TreeLimits
-    ) -> list[TokenTree | None]:
-        """The source's tree for each sequence, in order."""
+        self, member: _Member, sequences: Sequence[DraftSequence], limits: TreeLimits
+    ) -> Iterator[tuple[DraftSequence, TokenTree | None]]:
+        """The source's tree for each sequence that it did not fail on."""
+        source = member.source
         wanted = [(s, min(s.budget, limits.max_nodes)) for s in sequences if source.name not in s.disabled]
-        batched = self._ask_batch(source, wanted) if isinstance(source, BatchDraftSource) else None
-        trees: dict[DraftSequence, TokenTree | None] = {}
-        for i, (sequence, budget) in enumerate(wanted):
-            if batched is not None:
-                tree = batched[i]
-            else:  # after a failed batch too: asked alone, the sequence that failed shows itself
-                tree = self._guarded(source, sequence, source.propose, sequence, budget)
-            trees[sequence] = self._guarded(source, sequence, self._checked, sequence, tree)
-        return [trees.get(sequence) for sequence in sequences]
+        batch = None if member.batched is None else self._ask_batch(member.batched, wanted)
+        if batch is not None:
+            for (sequence, _), tree in zip(wanted, batch, strict=True):
+                yield sequence, self._guarded(source, sequence, self._checked, sequence, tree)
+        else:  # after a failed batch too: asked alone, the sequence that failed shows itself
+            for sequence, budget in wanted:
+                yield sequence, self._guarded(source, sequence, self._proposed, source, sequence, budget)
+
+    def _proposed(self, source: DraftSource, sequence: DraftSequence, budget: int) -> TokenTree | None:
+        return self._checked(sequence, source.propose(sequence, budget))
 
     def _ask_batch(
         self, source: BatchDraftSource, wanted: Sequence[tuple[DraftSequence, int]]
@@ -250,19 +279,16 @@ class Drafter:
         masks = tree.source_masks
         for visit in visits(tree, tokens):
             proposed = functools.reduce(operator.or_, (masks[child] for child in tree.children[visit.parent]))
-            for bit, source in enumerate(self._sources):
-                if proposed >> bit & 1:
-                    counters = self._counters[source.name]
-                    counters.visits.inc()
-                    counters.right.inc(visit.child is not None and masks[visit.child] >> bit & 1)
+            for member in self._members:
+                if proposed & member.mask:
+                    member.counters.visits.inc()
+                    member.counters.right.inc(visit.child is not None and bool(masks[visit.child] & member.mask))
 
-    def _record(self, trees: Sequence[TokenTree], elapsed_s: float) -> None:
-        self._metrics.draft_seconds.observe(elapsed_s)
-        self._metrics.trees.inc(len(trees))
-        self._metrics.empty_trees.inc(sum(len(tree) == 1 for tree in trees))
-        for bit, source in enumerate(self._sources):
-            nodes = sum(mask >> bit & 1 for tree in trees for mask in tree.source_masks or ())
-            self._counters[source.name].nodes.inc(nodes)
+    def _record_nodes(self, trees: Sequence[TokenTree]) -> None:
+        """Count them by source."""
+        for member in self._members:
+            nodes = sum(bool(mask & member.mask) for tree in trees for mask in tree.source_masks or ())
+            member.counters.nodes.inc(nodes)
 
 
 def _cut_below(tree: TokenTree, eos_token_ids: frozenset[int]) -> TokenTree:

@@ -60,7 +60,7 @@ class Opinion:
         self.mask = tree.source_masks[-1] if tree.source_masks is not None else 0
         self.children = tree.children
         self.token_ids = tree.token_ids
-        self.odds = log_odds(tree.log_probs or (0.0,) * len(tree))
+        self.odds = list(map(log_odds, tree.log_probs or (0.0,) * len(tree)))
 
 
 # Where sources are in their trees at one node of the mixed tree.
@@ -106,15 +106,12 @@ class MixedSequence:
         self.trust[mask] += _TRUST_GAIN * surprise - _TRUST_DECAY * self.trust[mask]
 
 
-@dataclass(frozen=True)
 class _Children:
     """What the sources say below one node: who expands it, and for each token who proposes it, as which child."""
 
-    masks: tuple[int, ...]
-    claims: dict[int, list[_Claim]]  # by token
+    __slots__ = ("claims", "masks")
 
-    @classmethod
-    def of(cls, places: _Places) -> _Children:
+    def __init__(self, places: _Places) -> None:
         masks: list[int] = []
         claims: dict[int, list[_Claim]] = {}
         for opinion, node in places:
@@ -128,7 +125,8 @@ class _Children:
                         claims[token_id].append((opinion, child, rank))
                     else:
                         claims[token_id] = [(opinion, child, rank)]
-        return cls(tuple(masks), claims)
+        self.masks = tuple(masks)
+        self.claims = claims
 
     def places_below(self, token_id: int) -> _Places:
         return [(opinion, child) for opinion, child, _ in self.claims.get(token_id, ())]
@@ -150,32 +148,29 @@ class Mixture:
             trees: at least one, over the same root, without draws; each with its source's mask on all nodes.
             is_greedy: whether the target takes its most probable token: what sources claim means something else if not.
         """
-        opinions = sorted((Opinion(tree) for tree in trees if len(tree) > 1), key=attrgetter("mask"))
+        opinions = sorted([Opinion(tree) for tree in trees if len(tree) > 1], key=attrgetter("mask"))
         sequence.latest = _Followed([(opinion, 0) for opinion in opinions], 0, is_greedy)
         terms = _Terms(self, sequence)
         token_ids, parents, log_probs, masks = [trees[0].token_ids[0]], [-1], [0.0], [0]
-        # (-path probability, depth, order, parent, token, probability, claims)
-        heap: list[tuple[float, int, int, int, int, float, list[_Claim]]] = []
+        # (-path probability, depth, order, parent, token, probability, who proposes it)
+        heap: list[tuple[float, int, int, int, int, float, _Places]] = []
         order, node, path, depth, places = 0, 0, 1.0, 0, sequence.latest.places
         while True:
             if depth < bounds.max_depth and (node == 0 or token_ids[node] not in self._eos_token_ids):
-                children = _Children.of(places)
                 least = bounds.least / path
-                for token_id, p in terms.rated(children, depth + 1):
+                for token_id, p, below in terms.rated(places, depth + 1):
                     if p >= least:
                         order += 1
-                        claims = children.claims[token_id]
-                        heappush(heap, (-path * p, depth + 1, order, node, token_id, p, claims))
+                        heappush(heap, (-path * p, depth + 1, order, node, token_id, p, below))
             if not heap or len(token_ids) > bounds.max_nodes:
                 break
-            negative, depth, _, parent, token_id, p, claims = heappop(heap)
+            negative, depth, _, parent, token_id, p, places = heappop(heap)
             path, node = -negative, len(token_ids)
             token_ids.append(token_id)
             parents.append(parent)
             log_probs.append(math.log(p))
-            masks.append(sum([opinion.mask for opinion, _, _ in claims]))
-            places = [(opinion, child) for opinion, child, _ in claims]
-        return TokenTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(masks))
+            masks.append(sum([opinion.mask for opinion, _ in places]))
+        return TokenTree.sound(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(masks))
 
     def lesson(self, sequence: MixedSequence, new_tokens: Iterable[int]) -> Callable[[], None]:
         """Tokens were committed: what follows the sequence's latest trees along them and learns on the way, later."""
@@ -183,7 +178,7 @@ class Mixture:
 
     def _follow(self, sequence: MixedSequence, latest: _Followed, new_tokens: Iterable[int]) -> None:
         for token_id in new_tokens:
-            children = _Children.of(latest.places)
+            children = _Children(latest.places)
             latest.depth += 1
             if not children.masks:
                 latest.places = ()
@@ -250,27 +245,32 @@ class _Terms:
         # a claim is worth instead of silence.
         self._terms: dict[tuple[int, ...], tuple[list[float], dict[int, tuple[float, list[float]]]]] = {}
 
-    def rated(self, children: _Children, depth: int) -> list[tuple[int, float]]:
-        """Each proposed token below a node and its probability; they sum to at most 1."""
-        if not children.masks:
+    def rated(self, places: _Places, depth: int) -> list[tuple[int, float, _Places]]:
+        """Each token proposed below a node, its probability and who proposes it; probabilities sum to at most 1."""
+        expanded = [(opinion, opinion.children[node]) for opinion, node in places if opinion.children[node]]
+        if not expanded:
             return []
-        terms = self._terms.get(children.masks)
+        masks = tuple([opinion.mask for opinion, _ in expanded])
+        terms = self._terms.get(masks)
         if terms is None:
-            terms = self._terms[children.masks] = self._sum_up(children.masks)
+            terms = self._terms[masks] = self._sum_up(masks)
         silence, of_source = terms[0][min(depth, _DEEP_FROM)], terms[1]
-        rated: list[tuple[int, float]] = []
-        total = 0.0
-        for token_id, claims in children.claims.items():
-            z = silence
-            for opinion, child, rank in claims:
-                slope, instead = of_source[opinion.mask]
-                z += slope * opinion.odds[child] + instead[rank if rank < RANK_CLASSES else -1]
-            p = 1.0 / (1.0 + math.exp(-z)) if z > -30.0 else 1e-13
-            total += p
-            rated.append((token_id, p))
-        if total > 1.0:
-            return [(token_id, p / total) for token_id, p in rated]
-        return rated
+        proposers: dict[int, list[tuple[Opinion, int]]] = {}
+        odds: dict[int, float] = {}
+        for opinion, children in expanded:
+            slope, instead = of_source[opinion.mask]
+            for rank, child in enumerate(children):
+                token_id = opinion.token_ids[child]
+                said = slope * opinion.odds[child] + instead[rank if rank < RANK_CLASSES else -1]
+                if token_id in proposers:
+                    proposers[token_id].append((opinion, child))
+                    odds[token_id] += said
+                else:
+                    proposers[token_id] = [(opinion, child)]
+                    odds[token_id] = silence + said
+        chances = list(map(probability, odds.values()))
+        total = max(1.0, sum(chances))
+        return [(token_id, p / total, proposers[token_id]) for token_id, p in zip(odds, chances, strict=True)]
 
     def _sum_up(self, masks: tuple[int, ...]) -> tuple[list[float], dict[int, tuple[float, list[float]]]]:
         w, trust = self._mixture.model(self._sequence.latest.is_greedy, masks).weights, self._sequence.trust

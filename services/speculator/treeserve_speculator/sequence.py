@@ -32,7 +32,7 @@ class CommittedTokens:
     base_committed_len: int
     token_ids: tuple[int, ...]
     budget: int
-    top_tokens: tuple[tuple[int, ...], ...] = ()
+    top_tokens: tuple[Sequence[int], ...] = ()
     features: tuple[FeatureRows, ...] | None = ()
 
 
@@ -144,6 +144,11 @@ class DraftWork:
     commits: tuple[CommittedTokens, ...] = ()
     released: tuple[int, ...] = ()
     prices: DraftPrices | None = None
+
+    @property
+    def wants_tree(self) -> bool:
+        """Whether it asks for a tree."""
+        return any(s.budget > 0 for s in self.assigned) or any(c.budget > 0 for c in self.commits)
 
     @property
     def handles(self) -> set[int]:

@@ -65,6 +65,10 @@ class SourceTimes:
         """Expected times by depth; 0 before anything was measured."""
         return [cell.seconds for cell in self._table(load)[width]]
 
+    def largest_s(self, load: int) -> float:
+        """Expected time of the widest and deepest tree; 0 before anything was measured."""
+        return self._table(load)[-1][-1].seconds
+
     def _table(self, load: int) -> list[list[_Cell]]:
         bucket = load.bit_length()
         table = self._tables.get(bucket)

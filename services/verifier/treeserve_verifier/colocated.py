@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether it was told anything since it drafted."""
+        """Whether it was asked for a tree since it drafted."""
 
     def assign(
         self,
@@ -58,7 +58,7 @@ class Drafter(Protocol):
         base_committed_len: int,
         token_ids: tuple[int, ...],
         budget: int,
-        top_token_ids: tuple[tuple[int, ...], ...],
+        top_token_ids: tuple[SequenceOf[int], ...],
     ) -> None:
         """Progress of a sequence; a positive budget asks for a tree."""
 
@@ -69,7 +69,7 @@ class Drafter(Protocol):
         """Trees for what was asked, by handle."""
 
     def learn(self) -> None:
-        """Learn from the commits: when nobody waits."""
+        """Learn from what it was told: when nobody waits."""
 
 
 class ColocatedOutbox:

@@ -163,7 +163,7 @@ class DraftDesk:
         return min(untold, default=_NEVER)
 
     def committed(
-        self, sequence: Sequence, base_len: int, top_token_ids: tuple[tuple[int, ...], ...], spent: float = 0.0
+        self, sequence: Sequence, base_len: int, top_token_ids: tuple[SequenceOf[int], ...], spent: float = 0.0
     ) -> None:
         """Tokens were committed after `base_len`: move the trees along, and ask for the next where one is due.
 

@@ -23,11 +23,9 @@ from treeserve_engine.block_manager import BlockManager
 from treeserve_engine.interface import DeviceModel, HiddenModel, Model
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.step_plan import PlannedSequence, StepPlan
+from treeserve_verifier.top_tokens import TOP_TOKENS, TopTokens
 
-_TOP_TOKENS = 8
-_COLUMN = 64
-
-Accepted = tuple[VerifyOutcome, tuple[tuple[int, ...], ...]]  # and the most probable tokens, if wanted
+Accepted = tuple[VerifyOutcome, tuple[SequenceOf[int], ...]]  # and the most probable tokens, if wanted
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class StepResult:
 
     planned: PlannedSequence
     outcome: VerifyOutcome | None = None
-    top_token_ids: tuple[tuple[int, ...], ...] = ()
+    top_token_ids: tuple[SequenceOf[int], ...] = ()
     error: Exception | None = None
     features: FeatureRows | None = None
 
@@ -117,6 +115,7 @@ class StepExecutor:
         self._runner = runner
         self._thread = thread
         self._vocab_size = vocab_size
+        self._unfound: list[TopTokens] = []
         self._device_model = runner.model if isinstance(runner.model, DeviceModel) else None
         self.feature_shape = None if self._device_model is not None else _feature_shape(runner.model)
 
@@ -138,10 +137,16 @@ class StepExecutor:
             features_for: seq_ids whose speculators want features; empty without a `feature_shape`.
         """
         loop = asyncio.get_running_loop()
+        unfound, self._unfound = self._unfound, []
+
+        def under_way() -> None:
+            meanwhile()
+            for top_tokens in unfound:
+                top_tokens.find()
 
         def run() -> list[ExecutedStep]:
-            # This thread holds the interpreter until the forward pass lets go of it; only then is `meanwhile` called.
-            loop.call_soon_threadsafe(meanwhile)
+            # This thread holds the interpreter until the forward pass lets go of it; only then is this called.
+            loop.call_soon_threadsafe(under_way)
             steps = [self._run(plan, top_tokens_for, features_for)]
             while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._runner.blocks, steps[-1]):
                 steps.append(self._run(plain_step_after(steps[-1]), top_tokens_for, features_for))
@@ -181,7 +186,7 @@ class StepExecutor:
                 sequences,
                 rows,
                 accept_tree,
-                top_tokens=_TOP_TOKENS,
+                top_tokens=TOP_TOKENS,
                 top_tokens_for=top_tokens_for,
                 vocab_size=self._vocab_size,
             )
@@ -244,7 +249,9 @@ class StepExecutor:
         if not wants_top_tokens:
             return outcome, ()
         path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
-        return outcome, tuple(_most_probable(logits[node][: self._vocab_size]) for node in path)
+        top_tokens = tuple([TopTokens(logits[node][: self._vocab_size]) for node in path])
+        self._unfound += top_tokens
+        return outcome, top_tokens
 
 
 def reserve_next(blocks: BlockManager, step: ExecutedStep) -> bool:
@@ -308,26 +315,3 @@ def _rows(planned: PlannedSequence, runner: ModelRunner) -> SequenceRows:
     computed = runner.blocks.computed_len(seq_id)
     logits_rows: SequenceOf[int] = () if planned.tree is None else (planned.chunk - 1,)
     return SequenceRows.from_chain(seq_id, planned.sequence.tokens[computed : computed + planned.chunk], logits_rows)
-
-
-def _most_probable(logits: npt.NDArray[np.float32]) -> tuple[int, ...]:
-    """Ids of the largest logits, largest first; equals in order of their ids, and at the edge any of them."""
-    candidates = _columns_of_largest(logits)
-    values = logits[candidates]
-    largest = np.argpartition(values, -_TOP_TOKENS)[-_TOP_TOKENS:]
-    order = np.lexsort((candidates[largest], -values[largest]))
-    return tuple(int(i) for i in candidates[largest[order]])
-
-
-def _columns_of_largest(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Ids among which the largest logits are: cut into columns, they lie in those with the largest maxima.
-
-    One pass over the vocabulary takes a third of the time of partitioning it.
-    """
-    width = len(logits) // _COLUMN
-    if width <= _TOP_TOKENS:
-        return np.arange(len(logits))
-    table = logits[: width * _COLUMN].reshape(_COLUMN, width)
-    columns = np.argpartition(table.max(axis=0), -_TOP_TOKENS)[-_TOP_TOKENS:]
-    inside = columns[:, None] + width * np.arange(_COLUMN)
-    return np.concatenate([inside.ravel(), np.arange(width * _COLUMN, len(logits))])

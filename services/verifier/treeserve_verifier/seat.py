@@ -30,7 +30,7 @@ class Seat:
     pace: Pace
     told_len: int = 0
     told_features: int = 0
-    top_token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    top_token_ids: list[Sequence[int]] = field(default_factory=list)
     known: int = 0
     tree: TokenTree | None = None
     tree_base: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class CommitNotice:
     base_committed_len: int
     token_ids: tuple[int, ...]
     budget: int
-    top_token_ids: tuple[tuple[int, ...], ...] = ()
+    top_token_ids: tuple[SequenceOf[int], ...] = ()
 
 
 class DraftOutbox(Protocol):

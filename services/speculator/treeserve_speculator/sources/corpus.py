@@ -61,8 +61,7 @@ class CorpusSource:
         length, occurrences = self._corpus.longest(state.tokens[-self._max_context :])
         if length == 0:
             return None
-        _, tree = grow(self._spread(occurrences), length, state.tokens[-1], budget)
-        return tree if len(tree) > 1 else None
+        return grow(self._spread(occurrences), length, state.tokens[-1], budget).tree()
 
     def close(self, state: DraftSequence) -> None:
         """Nothing was kept."""

@@ -11,7 +11,7 @@ from treeserve_speculator.sources.base import SourceSettings
 
 # Estimated probability that the token after a match of 1, 2, ... tokens follows again. A rule of thumb: the verifier
 # calibrates every source by what it really accepts; only the order against other sources' guesses matters here.
-_MATCH_PROBABILITIES = (0.2, 0.4, 0.55, 0.7, 0.8, 0.85)
+_MATCH_LOG_PROBS = tuple(map(math.log, (0.2, 0.4, 0.55, 0.7, 0.8, 0.85)))
 
 
 class _NgramIndex:
@@ -74,12 +74,10 @@ class NgramSource:
         period = len(state.tokens) - position
         followed = state.tokens[position : position + self._max_length]
         length = min(budget, self._max_length)
-        chain = [followed[i % period] for i in range(length)]
+        chain = followed[:length] if length <= period else [followed[i % period] for i in range(length)]
         # A right guess lengthens the match, so the estimate rises along the chain.
-        log_probs = [
-            math.log(_MATCH_PROBABILITIES[min(size + i, len(_MATCH_PROBABILITIES)) - 1]) for i in range(length)
-        ]
-        return TokenTree.chain([state.tokens[-1], *chain], [0.0, *log_probs])
+        log_probs = [_MATCH_LOG_PROBS[min(size + i, len(_MATCH_LOG_PROBS)) - 1] for i in range(length)]
+        return TokenTree.sound((state.tokens[-1], *chain), tuple(range(-1, length)), (0.0, *log_probs))
 
     def close(self, state: DraftSequence) -> None:
         """Drop the index."""

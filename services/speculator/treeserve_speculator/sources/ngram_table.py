@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -27,17 +26,6 @@ _UNEXPANDED = -1
 _EVEN_CHANCE = math.log(0.5)
 # Hotter requests are drafted for as if they were this hot: there is little to guess, and exp must not overflow.
 _MAX_TEMPERATURE = 8.0
-
-
-class _Node(NamedTuple):
-    """A node of a growing tree. Its context are the tokens up to it, the latest first."""
-
-    token_id: int
-    parent: int
-    depth: int
-    log_prob: float
-    path_log_prob: float
-    context: tuple[int, ...]
 
 
 class NgramTableSource:
@@ -94,40 +82,39 @@ class NgramTableSource:
         seen: set[int] = state.source_state[self.name]
         # Other sources may agree with what alone would not pay.
         least = math.log(max(self._min_probability, state.prices.node / 2.0))
-        context_len = self._table.max_order
-        nodes = [_Node(state.tokens[-1], -1, 0, 0.0, 0.0, tuple(state.tokens[: -context_len - 1 : -1]))]
+        context_len, root_position = self._table.max_order, len(state.tokens)
+        token_ids, parents, depths, log_probs, path_log_probs = [state.tokens[-1]], [-1], [0], [0.0], [0.0]
+        contexts = {0: tuple(state.tokens[: -context_len - 1 : -1])}  # tokens up to a node, the latest first
         children: dict[int, list[tuple[float, int]]] = {}
         # (-path log-probability, parent, rank): rank r + 1 enters when rank r leaves, so it stays small. A node enters
         # unexpanded, as if its best child had an even chance: most of the last ones need never be looked up.
         heap: list[tuple[float, int, int]] = [(0.0, 0, _UNEXPANDED)]
-        while heap and len(nodes) <= budget:
-            _, parent, rank = heapq.heappop(heap)
-            above = nodes[parent]
+        while heap and len(token_ids) <= budget:
+            _, parent, rank = heappop(heap)
+            path_log_prob, depth = path_log_probs[parent], depths[parent]
             if rank == _UNEXPANDED:
-                children[parent] = self._children(above.context, seen, sampling, len(state.tokens) + above.depth)
+                enough = least - path_log_prob
+                children[parent] = self._children(contexts[parent], seen, sampling, root_position + depth, enough)
             else:
                 log_prob, token_id = children[parent][rank]
-                path_log_prob, context = above.path_log_prob + log_prob, (token_id, *above.context[: context_len - 1])
-                nodes.append(_Node(token_id, parent, above.depth + 1, log_prob, path_log_prob, context))
-                if path_log_prob + _EVEN_CHANCE >= least and self._may_expand(nodes[-1]):
-                    heapq.heappush(heap, (-path_log_prob - _EVEN_CHANCE, len(nodes) - 1, _UNEXPANDED))
+                node = len(token_ids)
+                token_ids.append(token_id)
+                parents.append(parent)
+                depths.append(depth + 1)
+                log_probs.append(log_prob)
+                path_log_probs.append(path_log_prob + log_prob)
+                bound = path_log_prob + log_prob + _EVEN_CHANCE
+                if bound >= least and depth + 1 < self._max_depth and token_id not in self._eos_token_ids:
+                    contexts[node] = (token_id, *contexts[parent][: context_len - 1])
+                    heappush(heap, (-bound, node, _UNEXPANDED))
             if rank + 1 < len(children[parent]):
-                path_log_prob = above.path_log_prob + children[parent][rank + 1][0]
-                if path_log_prob >= least:
-                    heapq.heappush(heap, (-path_log_prob, parent, rank + 1))
-        return TokenTree(
-            tuple(node.token_id for node in nodes),
-            tuple(node.parent for node in nodes),
-            tuple(node.log_prob for node in nodes),
-        )
-
-    def _may_expand(self, node: _Node) -> bool:
-        return node.depth < self._max_depth and node.token_id not in self._eos_token_ids
+                heappush(heap, (-path_log_prob - children[parent][rank + 1][0], parent, rank + 1))
+        return TokenTree.sound(tuple(token_ids), tuple(parents), tuple(log_probs))
 
     def _children(
-        self, latest_first: tuple[int, ...], seen: set[int], sampling: SamplingParams, position: int
+        self, latest_first: tuple[int, ...], seen: set[int], sampling: SamplingParams, position: int, least: float
     ) -> list[tuple[float, int]]:
-        """What may follow a context: log-probabilities and tokens, the most probable first."""
+        """What may follow a context with a log-probability of at least `least`: that and token, the best first."""
         found = self._table.successors(latest_first)
         weights, rest = self._weights(found, seen), found.rest
         if not sampling.is_greedy:
@@ -137,13 +124,16 @@ class NgramTableSource:
             weights = [weight * math.exp(power * g) for weight, g in zip(weights, noise, strict=True)]
             rest *= math.exp(calibration.rest_noise * temperature)
         total = rest + sum(weights)
-        ranked = sorted((-weight, token_id) for weight, token_id in zip(weights, found.token_ids, strict=True))
+        enough = total * math.exp(least)
+        pairs = zip(weights, found.token_ids, strict=True)
+        ranked = sorted([(-weight, token_id) for weight, token_id in pairs if weight >= enough])
         return [(math.log(-negative / total), token_id) for negative, token_id in ranked]
 
     def _weights(self, found: Successors, seen: set[int]) -> list[float]:
-        again = self._table.calibration.again
-        pairs = zip(found.weights, found.token_ids, strict=True)
-        return [weight * again if token_id in seen else weight for weight, token_id in pairs]
+        weights, again = list(found.weights), self._table.calibration.again
+        for token_id in seen.intersection(found.token_ids):
+            weights[found.token_ids.index(token_id)] *= again
+        return weights
 
     def _drawn(self, state: DraftSequence, budget: int) -> TokenTree:
         """A tree of independent draws, as the multi-step rule wants them."""

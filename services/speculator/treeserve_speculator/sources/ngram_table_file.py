@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +88,7 @@ class Calibration:
 _NEUTRAL = Calibration()
 
 
-@dataclass(frozen=True)
-class Successors:
+class Successors(NamedTuple):
     """What may follow a context.
 
     Attributes:
@@ -202,13 +201,15 @@ class NgramTable:
         hashes = [EMPTY_CONTEXT]
         for token_id in latest_first[: self.max_order]:
             hashes.append(longer_context(hashes[-1], token_id))
-        for known in reversed(hashes):
-            found = self._find(known)
+        while hashes:
+            found = self._find(hashes.pop())
             if found is not None:
-                token_ids, steps = self._token_ids[found].tolist(), self._log_probs[found]
-                remainder = max(_LEAST_REMAINDER, 1.0 - sum(_PROBABILITIES[step] for step in steps))
+                steps = self._log_probs[found].tolist()
+                remainder = max(_LEAST_REMAINDER, 1.0 - sum([_PROBABILITIES[step] for step in steps]))
                 rest = self.calibration.rest * remainder**self.calibration.exponent
-                return Successors(tuple(token_ids), tuple(self._powers[step] for step in steps), rest)
+                powers = self._powers
+                weights = tuple([powers[step] for step in steps])
+                return Successors(tuple(self._token_ids[found].tolist()), weights, rest)
         return Successors((), (), 1.0)
 
     def _find(self, context_hash: int) -> slice | None:

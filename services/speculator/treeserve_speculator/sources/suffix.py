@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import SourceSettings
-from treeserve_speculator.sources.counts import grow
+from treeserve_speculator.sources.counts import Grown, grow
 from treeserve_speculator.sources.suffix_trie import SuffixTrie
 from treeserve_speculator.sources.tenants import TenantMemories
 
@@ -90,16 +90,16 @@ class SuffixSource:
         """The best tree over all context lengths in both tries; None where no context occurred before."""
         suffixes = state.source_state[self.name].suffixes
         finished = self._finished.find(state.tenant)
-        best: tuple[float, TokenTree] | None = None
+        best: Grown | None = None
         for length in range(1, min(self._max_context, len(state.tokens)) + 1):
             own = suffixes[length] if length < len(suffixes) else None
             shared = finished.trie.find(state.tokens[-length:]) if finished is not None else None
             for node in (own, shared):
                 if node is not None and node.children:
                     grown = grow(node, length, state.tokens[-1], budget)
-                    if best is None or grown[0] >= best[0]:
+                    if best is None or grown.score >= best.score:
                         best = grown
-        return best[1] if best is not None and len(best[1]) > 1 else None
+        return None if best is None else best.tree()
 
     def close(self, state: DraftSequence) -> None:
         """Drop the sequence's trie and add its response to its tenant's."""

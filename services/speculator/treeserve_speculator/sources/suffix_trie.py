@@ -16,7 +16,9 @@ class TrieNode:
 
     def followers(self) -> list[tuple[int, int, TrieNode]]:
         """Each token that followed, how often, and the substring with it."""
-        return [(token_id, child.count, child) for token_id, child in (self.children or {}).items()]
+        if self.children is None:
+            return []
+        return [(token_id, child.count, child) for token_id, child in self.children.items()]
 
     def child(self, token_id: int) -> TrieNode | None:
         """The substring one token longer, or None if it never occurred."""

@@ -57,8 +57,9 @@ class TenantMemories(Generic[_M]):
         """Add to the tenant's memory, and forget elsewhere what it takes."""
         if not tenant:
             return
-        memory = self._memories.setdefault(tenant, self._make())
-        self._memories.move_to_end(tenant)
+        memory = self.find(tenant)
+        if memory is None:
+            memory = self._memories[tenant] = self._make()
         self._size -= memory.size
         memory.add(item)
         self._size += memory.size
