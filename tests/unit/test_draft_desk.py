@@ -13,12 +13,12 @@ from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.pacing import MAX_INTERVAL
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 
 MAX_WAIT_S = 0.01
+UNANSWERED = 32
 
 
 @dataclass
@@ -196,8 +196,8 @@ def test_a_step_waits_only_while_the_trees_are_expected_to_save_more() -> None:
     assert bench.waits(sequence) == 0.0, "the tree is here"
     assert speculator.latency_s == pytest.approx(0.001)
     bench.advance(sequence, 7, 8, 9)
-    assert bench.waits(sequence) == pytest.approx(0.0048), "1 + 0.2 (2 - 1) tokens"
-    speculator.latency_s = 0.0048 / 1.5 + 1e-6
+    assert bench.waits(sequence) == pytest.approx(0.004 * 4 / 3), "1 + (2 - 1) / 3 tokens"
+    speculator.latency_s = 0.004 * 4 / 3 / 1.5 + 1e-6
     assert bench.waits(sequence) == 0.0, "it takes too long for what it is worth"
     speculator.latency_s = 0.001
     bench.prices = Prices(token_s=0.1, row=0.1)
@@ -234,13 +234,13 @@ def test_a_silent_speculator_costs_one_wait_and_is_asked_again_later() -> None:
     wait = bench.waits(sequence)
     assert wait > 0.0
     bench.now += wait
-    for _ in range(MAX_INTERVAL - 1):
+    for _ in range(UNANSWERED - 1):
         bench.advance(sequence, 7)
         bench.now += 0.004
         assert bench.waits(sequence, other) == 0.0
     assert len(box.commits) == 2, "one ask is under way for each"
     bench.advance(sequence, 7)
-    assert len(box.commits) == 3 and len(box.commits[-1].token_ids) == MAX_INTERVAL, "it may have been lost"
+    assert len(box.commits) == 3 and len(box.commits[-1].token_ids) == UNANSWERED, "it may have been lost"
     assert bench.waits(sequence) == 0.0
     bench.desk.propose(speculator, 1, _chain(sequence, 7))
     bench.advance(sequence, 7, 8)
@@ -274,23 +274,27 @@ def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
             bench.desk.propose(speculator, 1, _chain(sequence, 77))
         before = len(box.commits)
         bench.now += 0.004
-        bench.advance(sequence, position % 50)
+        bench.waits(sequence)
+        bench.advance(sequence, 1000 + position)
         asked_at += [len(sequence.tokens)] * (len(box.commits) - before)
     gaps = [b - a for a, b in itertools.pairwise(asked_at)]
-    assert gaps == sorted(gaps) and max(gaps) == MAX_INTERVAL
-    assert len(asked_at) < 400 / MAX_INTERVAL + 14, "the first few told little, then each failure doubles the gap"
+    assert gaps == sorted(gaps) and gaps[0] == 1
+    assert min(gaps[-5:]) >= 0.0015 / 0.01 / 0.005, "asking takes a hundredth of the time at most"
+    assert len(asked_at) < 400 / 32 + 14, "the first few told little, then it is tried now and then"
     told = [token for notice in box.commits for token in notice.token_ids]
     assert told == sequence.tokens[3 : 3 + len(told)], "no gap and no repeat"
     bench.now += 0.001
     while not speculator.asked:
+        bench.waits(sequence)
         bench.advance(sequence, 1)
+        bench.now += 0.004
     bench.desk.propose(speculator, 1, _chain(sequence, 7, 8, 9, 10))
     bench.advance(sequence, 7)
     bench.advance(sequence, 8, 9, 10, 11)
     assert speculator.asked and bench.waits(sequence) > 0.0, "the first tree that comes true brings every ask back"
 
 
-def test_it_is_known_how_long_no_tree_is_asked_for() -> None:
+def test_a_run_of_plain_steps_is_not_broken_where_nobody_is_asked() -> None:
     bench = Bench()
     alone = bench.open(make_sequence())
     assert bench.desk.tokens_until_ask(alone) > 1_000_000, "nobody drafts for it"
@@ -298,18 +302,55 @@ def test_it_is_known_how_long_no_tree_is_asked_for() -> None:
     sequence = bench.open(make_sequence())
     handle = next(handle for handle, assigned in box.assigned.items() if assigned is sequence)
     seen = set()
-    for _ in range(200):
+    for position in range(400):
         bench.now += 0.004
         if handle in speculator.asked:
             bench.desk.propose(speculator, handle, _chain(sequence, 77))
+        bench.waits(sequence)
         due, before = bench.desk.tokens_until_ask(sequence), len(box.commits)
-        for _ in range(due - 1):
-            bench.advance(sequence, 5)
-        assert len(box.commits) == before
-        bench.advance(sequence, 5)
-        seen.add((due, len(box.commits) > before))
-    assert (1, False) in seen, "a tree that fails makes the ask wait longer"
-    assert seen > {(1, True), (2, True), (8, True)}
+        bench.advance(sequence, 1000 + position)
+        assert len(box.commits) == before or due == 1, "nothing is asked for unannounced"
+        seen.add((due == 1, len(box.commits) > before))
+    assert seen >= {(True, True), (False, False)}
+
+
+def test_many_sequences_without_luck_are_tried_in_turn_and_not_more_often_than_one() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequences = [bench.open(make_sequence()) for _ in range(8)]
+    asked: list[int] = []
+    for step in range(4000):
+        bench.now += 0.001
+        for handle in list(speculator.asked):
+            asked.append(handle)
+            sequence = speculator.sequences[handle]
+            bench.desk.propose(speculator, handle, DraftProposal(len(sequence.tokens), _chain(sequence, 77).tree))
+        bench.waits(*sequences)
+        for i, sequence in enumerate(sequences):
+            bench.advance(sequence, 1000 + 8 * step + i)
+        bench.now += 0.004
+    tried = asked[-16:]
+    assert sorted(tried) == sorted([*range(1, 9), *range(1, 9)]), "in turn"
+    assert len(asked) < 20.0 * 0.01 / 0.0015 + 8 * 12, "a hundredth of 20 s, and the trees before that was known"
+
+
+def test_a_sequence_that_repeats_itself_is_found_without_asking() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram", wants_top_tokens=True)
+    speculator.latency_s = speculator.tree_s = 0.002
+    speculator.saves = 0.0
+    speculator.probe_at = 1e9
+    sequence = bench.open(make_sequence(tuple(range(10, 60)), max_tokens=200))
+    bench.waits(sequence)
+    for token in range(500, 520):
+        bench.advance(sequence, token)
+    assert speculator.eager == 0 and not bench.desk.wants_top_tokens(sequence)
+    repeated = 0
+    while speculator.eager == 0:
+        bench.advance(sequence, 20 + repeated)
+        repeated += 1
+    assert repeated == 7, "three tokens to find the place, four to believe it"
+    assert speculator.asked and bench.desk.wants_top_tokens(sequence)
 
 
 def test_a_tree_without_an_idea_counts_as_one_that_failed() -> None:
@@ -337,8 +378,8 @@ def test_pruned_nodes_and_nodes_that_cost_what_they_save_are_worth_nothing() -> 
         bench.advance(pruned, token)
     bench.advance(costly, 7, 8, 9, 10, spent=3.0)
     worth = [bench.desk.wait_until([s]) - speculator.silent_since for s in (right, costly)]
-    assert worth == pytest.approx([0.004 * 1.4, 0.004 * 0.8])
-    assert bench.desk._seats[pruned][0].pace.saves == pytest.approx(0.8)
+    assert worth == pytest.approx([0.004 * (1 + 2 / 3), 0.004 * 2 / 3])
+    assert bench.desk._seats[pruned][0].pace.saves == pytest.approx(2 / 3)
 
 
 def test_nobody_is_assigned_or_asked_where_no_node_would_pay() -> None:
@@ -352,6 +393,8 @@ def test_nobody_is_assigned_or_asked_where_no_node_would_pay() -> None:
         bench.advance(sequence, 7)
     assert not box.assigned and not box.commits and not speculator.asked
     bench.budget = 4
+    bench.now += 0.25
+    bench.waits(sequence)
     bench.advance(sequence, 7)
     assert box.assigned and box.budgets == [4] and bench.waits(sequence) > 0.0, "from here on some would"
     bench.desk.close(sequence)
@@ -385,7 +428,8 @@ def test_a_tree_is_credited_with_what_no_quicker_one_had() -> None:
                 bench.desk.propose(speculator, 1, _chain(sequence, 7, 8))
         bench.advance(sequence, 7, 8, 9)
     assert (quick.eager, slow.eager) == (1, 0), "the slow one had nothing that the quick one had not"
-    for _ in range(40):
+    for _ in range(400):  # it is tried now and then
+        bench.waits(sequence)
         for speculator, seconds, tokens in ((quick, 0.0005, (7,)), (slow, 0.0015, (7, 8, 9, 10))):
             bench.now += seconds
             if 1 in speculator.asked:
@@ -404,24 +448,40 @@ def test_what_drafts_here_stands_beside_speculators_with_the_same_sources() -> N
     assert bench.desk.speculators == (there,), "nobody counts it as a speculator"
 
 
-def test_what_drafts_here_leaves_many_sequences_to_speculators() -> None:
+def test_what_drafts_here_must_pay_for_each_sequence() -> None:
+    """It draws one tree after the other, and every step waits for all of them."""
     bench = Bench()
     here = bench.desk.attach("here", ("ngram",), Outbox(), wants_top_tokens=False, is_colocated=True)
-    sequences = [bench.open(make_sequence()) for _ in range(3)]
-    asked = set(here.asked)
-    bench.advance(sequences[0], *range(10, 50))
-    assert set(here.asked) == asked, "three are too many for it"
-    assert bench.desk.tokens_until_ask(sequences[2]) > MAX_INTERVAL, "so nothing keeps plain steps from running on"
-    bench.desk.close(sequences[1])
-    bench.advance(sequences[2], 50)
-    assert len(set(here.asked) - asked) == 1
+    there, _ = bench.attach("ssm")
+    for speculator in (here, there):
+        speculator.latency_s = speculator.tree_s = 0.0008
+        speculator.saves = 0.5
+    for _ in range(4):
+        bench.open(make_sequence())
+    assert (here.eager, there.eager) == (0, 4), (
+        "0.5 tokens at half of 4 ms are worth 1 ms, of which it takes 0.8 each time"
+    )
 
 
-def test_a_fresh_sequence_is_asked_for_later_where_trees_do_not_pay() -> None:
+def test_asking_for_several_at_once_pays_where_it_does_not_for_one() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
-    speculator.latency_s, speculator.saves = 0.02, 0.5
+    speculator.latency_s = speculator.tree_s = 0.002
+    speculator.saves = 0.7
+    sequences = [bench.open(make_sequence()) for _ in range(2)]
+    assert speculator.eager == 0
+    sequences += [bench.open(make_sequence()) for _ in range(2)]
+    assert speculator.eager == 4
+
+
+def test_a_fresh_sequence_is_not_even_read_where_trees_do_not_pay() -> None:
+    bench = Bench()
+    speculator, box = bench.attach("ngram")
+    speculator.latency_s = speculator.tree_s = 0.02
+    speculator.saves = 0.5
     sequence = bench.open(make_sequence())
-    assert (speculator.eager, speculator.asked) == (0, {})
-    bench.advance(sequence, *range(10, 18))
-    assert len(speculator.asked) == 1, "but it is asked, or nobody would learn that things have changed"
+    assert (speculator.eager, speculator.asked, box.assigned) == (0, {}, {})
+    assert not bench.desk.wants_top_tokens(sequence)
+    bench.waits(sequence)
+    bench.advance(sequence, 10)
+    assert len(speculator.asked) == 1, "but it is asked once, or nobody would learn that things have changed"

@@ -91,7 +91,8 @@ class Simulation:
         self._asked: list[int] = []  # handles
         self._coming: list[tuple[float, int, int]] = []  # arrival, handle, base
         self._cpu_s = 0.0
-        self._truths = [[random.Random(i).randrange(10, 10**5) for _ in range(tokens)] for i in range(len(texts))]
+        rngs = [random.Random(i) for i in range(len(texts))]
+        self._truths = [[rng.randrange(10, 10**5) for _ in range(tokens)] for rng in rngs]
         self._sequences = [make_sequence(PROMPT, tokens) for _ in texts]
         self._speculator = self._desk.attach("s", ("copy",), self, wants_top_tokens=False)
 

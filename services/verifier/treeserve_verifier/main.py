@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import math
 import time
 from collections.abc import Sequence as SequenceOf
@@ -261,7 +260,6 @@ async def run(config: VerifierConfig, stop: asyncio.Event) -> None:
     tracer = setup_tracing("treeserve-verifier", config.otlp_endpoint)
     engine = await asyncio.to_thread(load_engine, config)
     verifier = Verifier(config, engine, tracer, VerifierMetrics())
-    gc.freeze()  # what was loaded stays: collections, which hold up a step, need not look at it
     start_metrics(config.metrics_listen)
     await verifier.serve(stop)
 

@@ -1,4 +1,4 @@
-"""What one speculator's trees are worth to one sequence, and how often to ask for one."""
+"""What one speculator's trees are worth to one sequence."""
 
 from __future__ import annotations
 
@@ -7,46 +7,56 @@ from dataclasses import dataclass
 
 from treeserve_core.tree import TokenTree
 
-MAX_INTERVAL = 32
-_SMOOTHING = 0.2  # the last five trees count most
+_SMOOTHING = 0.08  # the last dozen trees count most
 _MOST_SAVED = 8.0  # beyond, a tree pays however slow its speculator is; more would only delay the end of a lucky run
 
 
 @dataclass(eq=False)
 class Pace:
-    """Learns how many tokens a tree saves, and paces the asking by it.
+    """Learns how many tokens a tree saves.
 
     A tree that arrives is followed, one at a time, along the tokens that the target commits after the tree's root.
     Nodes that are accepted save a token each, less what the verified ones cost (`spend`). Of a tree that came too late
-    for a step, what it would have saved counts. What it saved in the end, m, is smoothed:
+    for a step, what it would have saved counts. What it saved in the end, at most 8, is averaged: what a sequence
+    begins with counts as two trees, and the last dozen trees count most.
 
-        saves += 0.2 (min(m, 8) - saves)
-
-    That is what the next tree is expected to save; it pays if that is more than it costs (`DraftDesk` knows). While
-    trees pay, one is asked for at every step. Each one that ends when they do not doubles the tokens until the next
-    ask, up to MAX_INTERVAL: so text that cannot be foreseen costs next to nothing, and the first tree that comes true
-    brings every step's ask back.
+    That is what the next tree is expected to save; it pays if that is more than it costs (`DraftDesk` knows).
 
     Attributes:
         saves: tokens that the next tree is expected to save.
-        interval: committed tokens from one ask to the next.
+        saved: tokens that the latest tree saved in the end.
+        is_unknown: nothing was learned about this sequence yet.
     """
 
     saves: float
-    interval: int = 1
+    saved: float = 0.0
+    is_unknown: bool = True
+    _trees: int = 2
     _followed: TokenTree | None = None
     _node: int = 0
     _saved: float = 0.0
 
     @property
-    def eager(self) -> bool:
-        """Whether a tree is wanted at every step."""
-        return self.interval == 1
+    def follows(self) -> bool:
+        """Whether a tree's end is not known yet."""
+        return self._followed is not None
 
     def follow(self, tree: TokenTree) -> None:
         """Follow a tree that arrived, unless another is followed already."""
         if self._followed is None:
             self._followed, self._node, self._saved = tree, 0, 0.0
+
+    def hope(self, tokens: float) -> bool:
+        """Something else than a tree says that the next one should save so many tokens; True if that is more."""
+        if (tokens := min(tokens, _MOST_SAVED)) <= self.saves:
+            return False
+        self.saves, self.is_unknown = tokens, False
+        self.doubt()
+        return True
+
+    def doubt(self) -> None:
+        """What is known is old or unproved: the next tree counts as much as all before."""
+        self._trees = 1
 
     def spend(self, tokens: float) -> None:
         """Nodes were verified that cost as much as so many tokens."""
@@ -66,11 +76,9 @@ class Pace:
         # At a leaf nothing more can come true.
         return not tree.children[self._node] and self._end()
 
-    def adapt(self, pays: bool) -> None:
-        """A tree ended, and at present trees pay or do not."""
-        self.interval = 1 if pays else min(2 * self.interval, MAX_INTERVAL)
-
     def _end(self) -> bool:
-        self.saves += _SMOOTHING * (min(self._saved, _MOST_SAVED) - self.saves)
         self._followed = None
+        self._trees += 1
+        self.saved = min(self._saved, _MOST_SAVED)
+        self.saves += max(_SMOOTHING, 1.0 / self._trees) * (self.saved - self.saves)
         return True

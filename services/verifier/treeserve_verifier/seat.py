@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.pacing import MAX_INTERVAL, Pace
+from treeserve_verifier.pacing import Pace
 from treeserve_verifier.speculator import Speculator
 
 
@@ -17,8 +17,13 @@ class Seat:
     Attributes:
         told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
         told_features: place of the token after the last one whose features it was sent.
-        pace: what its trees are worth here, and how often it is asked.
-        top_token_ids: of the tokens that it was not told yet, if it wants them.
+        pace: what its trees are worth here.
+        budget: nodes that a tree might have when that was last looked at; 0 where none may be asked for.
+        eager: whether it is asked at every step.
+        probed: whether it is asked after the next step, to find out what its trees are worth.
+        asked_at: clock time of the latest ask; 0 before the first.
+        top_token_ids: of the tokens that it was not told yet, from the first one on, if it wants them; empty for one
+            that nobody looked at.
         known: of the tokens that it was not told yet, how many were in trees of quicker speculators.
         tree: what is left of its newest tree under the present root.
         tree_base: committed length for which that was drawn.
@@ -28,6 +33,10 @@ class Seat:
     speculator: Speculator
     handle: int
     pace: Pace
+    budget: int
+    eager: bool = False
+    probed: bool = False
+    asked_at: float = 0.0
     told_len: int = 0
     told_features: int = 0
     top_token_ids: list[Sequence[int]] = field(default_factory=list)
@@ -42,12 +51,20 @@ class Seat:
         return self.handle in self.speculator.asked
 
     @property
-    def interval(self) -> int:
-        """Tokens from one ask to the next.
+    def asks(self) -> bool:
+        """Whether it is to be asked after the next step."""
+        return self.eager or self.probed
 
-        An ask that stays without answer is repeated: its tree, or the sequence itself, may have been lost.
-        """
-        return MAX_INTERVAL if self.waits else self.pace.interval
+    @property
+    def is_idle(self) -> bool:
+        """Whether commits change nothing here: it is not asked, and no tree of it is at hand or judged."""
+        return not (self.asks or self.waits or self.tree is not None or self.pace.follows)
+
+    def note_top_tokens(self, base_len: int, top_token_ids: Sequence[Sequence[int]]) -> None:
+        """Keep what the target held most probable for the tokens after `base_len`, which it was not told yet."""
+        if self.told_len > 0 and top_token_ids:
+            self.top_token_ids += [()] * (base_len - self.told_len - len(self.top_token_ids))
+            self.top_token_ids += top_token_ids
 
     def take(self, tree: TokenTree, base: int) -> None:
         """A tree came that was drawn for `base` committed tokens; `tree` is what is left of it."""

@@ -12,6 +12,11 @@ from treeserve_verifier.sequence import Sequence
 SpeculatorKind = tuple[tuple[str, ...], bool]
 
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
+_COST_SMOOTHING = 0.05  # unlike that of latencies even: costs are summed up
+_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
+_MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
+_READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
+_FURTHER = 0.15  # what a further tree of the same moment takes of a speculator, in parts of the first
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,12 @@ class Speculator:
         is_colocated: it drafts in this process, and nobody counts it as a speculator.
         asked: handles whose tree was asked for and did not come yet, and when.
         silent_since: clock time since which it has owed a tree without sending any.
-        latency_s: smoothed time from an ask to its tree, however late; 0 before the first.
+        latency_s: smoothed time from an ask to its tree, however late; 0 before the first. Of what drafts here, which
+            does so for one sequence after the other, its share of that.
         eager: sequences for which it is asked at every step.
-        saves: tokens its trees usually save, smoothed over all sequences; a new sequence starts with that.
+        saves: tokens that its tree usually saves a sequence of which nothing is known.
+        tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
+        probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
     """
 
     name: str
@@ -76,27 +84,69 @@ class Speculator:
     latency_s: float = 0.0
     eager: int = 0
     saves: float = 1.0
+    probe_at: float = 0.0
+    tree_s: float = 0.0
+    _read_s: float = 0.0
+    _together: int = 0  # asked when the latest ask left
+    _told: int = 0  # tokens that went with these asks
 
     @property
     def kind(self) -> SpeculatorKind:
         """Those of one kind share the sequences; those of different kinds draft side by side."""
         return self.sources, self.is_colocated
 
-    def ask(self, handle: int, now: float) -> None:
-        """A tree is asked for."""
+    def ask(self, handle: int, now: float, told: int = 0) -> None:
+        """A tree is asked for, and so many tokens are told with that."""
         if not self.asked:
             self.silent_since = now
+            self._told = 0
         self.asked[handle] = now
+        self._together = len(self.asked)
+        self._told += told
 
-    def heard(self, handle: int, now: float) -> None:
-        """The tree that was asked for came. A late one counts too: else only quick ones would ever be seen."""
+    def cost_s(self, trees: int) -> float:
+        """What asking for so many trees at once takes."""
+        return self.tree_s + self.further_s * (trees - 1)
+
+    @property
+    def further_s(self) -> float:
+        """What one more tree beside others takes."""
+        return self.tree_s * (1.0 if self.is_colocated else _FURTHER)
+
+    def surprised(self, saved: float) -> None:
+        """A tree of a sequence that was not chosen for what its trees save ended."""
+        self.saves += _PRIOR_SMOOTHING * (saved - self.saves)
+
+    def read_s(self, tokens: int) -> float:
+        """What telling it of so many tokens takes."""
+        return self._read_s * tokens
+
+    def heard(self, handle: int, now: float) -> float:
+        """The tree that was asked for came. A late one counts too: else only quick ones would ever be seen.
+
+        Returns:
+            What it took, in seconds.
+        """
         latency_s = now - self.asked.pop(handle)
+        told = float(self._told)
+        if self.is_colocated:
+            latency_s, told = latency_s / self._together, told / self._together
         self.silent_since = now
         if self.latency_s == 0.0:
-            self.latency_s = latency_s
+            self.latency_s = self.tree_s = latency_s
+        self._learn_costs(latency_s, told)
         weight = _LATENCY_FALLS if latency_s < self.latency_s else _LATENCY_RISES
         self.latency_s += weight * (latency_s - self.latency_s)
+        return latency_s
 
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether it has owed a tree for longer than anybody would wait for one."""
         return bool(self.asked) and now - self.silent_since > patience_s
+
+    def _learn_costs(self, latency_s: float, told: float) -> None:
+        """Split what trees take between the trees and the tokens that were told with the asks (normalised LMS)."""
+        expected_s, read = self.tree_s + self._read_s * told, told / _READ_UNIT
+        error = min(latency_s - expected_s, _MOST_SURPRISE * expected_s)
+        step = _COST_SMOOTHING * error / (1.0 + read * read)
+        self.tree_s = max(0.0, self.tree_s + step)
+        self._read_s = max(0.0, self._read_s + step * read / _READ_UNIT)
