@@ -109,7 +109,7 @@ def calibrate(
     model: Annotated[
         Path | None, typer.Option(help="A Hugging Face folder or .gguf file; without it the default model.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; half the cores by default.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; by default half the cores, but two.")] = None,
 ) -> None:
     """Measure what forward passes cost on this machine, which should do nothing else meanwhile."""
     from treeserve_simulator.calibration import calibrate as measure

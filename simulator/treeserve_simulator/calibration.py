@@ -30,7 +30,7 @@ def calibrate(
 
     Args:
         model: Hugging Face folder or .gguf file.
-        threads: of the forward pass; half the cores by default.
+        threads: of the forward pass; by default half the cores, but two.
         tell: takes lines about what is going on.
 
     Raises:

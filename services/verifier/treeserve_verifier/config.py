@@ -15,8 +15,12 @@ from treeserve_wire.config import check_at_least, option
 
 
 def default_threads() -> int:
-    """Half the cores: event loops, drafters and the router need theirs, and a shared core stalls both threads."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    """Half the cores, because event loops, drafters and the router need theirs; two where there are only two or three.
+
+    Then the second thread shares its core with all of them, and still brings more than it waits.
+    """
+    cores = os.cpu_count() or 1
+    return min(cores, max(2, cores // 2))
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class VerifierConfig:
     )
     device: str = field(default="cpu", metadata=option("torch device"))
     threads: int = field(
-        default_factory=default_threads, metadata=option("CPU threads of the forward pass; half the cores by default")
+        default_factory=default_threads, metadata=option("CPU threads of the forward pass; by default half the cores, but two")
     )
     kv_tokens: int = field(default=16384, metadata=option("KV cache capacity in tokens"))
     block_size: int = field(default=16, metadata=option("tokens in a KV block"))
