@@ -46,7 +46,8 @@ class ClusterConfig:
     )
     drafter: Path | None = field(default=None, metadata=option("folder of a small draft model; adds the ssm source"))
     threads: int = field(
-        default_factory=default_threads, metadata=option("CPU threads of each verifier; by default half the cores, but two")
+        default_factory=default_threads,
+        metadata=option("CPU threads of each verifier; by default half the cores, but two"),
     )
     kv_tokens: int = field(default=16384, metadata=option("KV cache of each verifier, in tokens"))
     grpc_port: int = field(default=50051, metadata=option("gRPC port on loopback; 0 picks one"))

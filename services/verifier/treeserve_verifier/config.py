@@ -48,7 +48,8 @@ class VerifierConfig:
     )
     device: str = field(default="cpu", metadata=option("torch device"))
     threads: int = field(
-        default_factory=default_threads, metadata=option("CPU threads of the forward pass; by default half the cores, but two")
+        default_factory=default_threads,
+        metadata=option("CPU threads of the forward pass; by default half the cores, but two"),
     )
     kv_tokens: int = field(default=16384, metadata=option("KV cache capacity in tokens"))
     block_size: int = field(default=16, metadata=option("tokens in a KV block"))

@@ -10,7 +10,7 @@ from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.features import FeatureRows, FeatureShape, FeatureWindow
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
-from treeserve_verifier.echo import Echo
+from treeserve_verifier.asking import WORTH, Asking
 from treeserve_verifier.pacing import Pace
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.seat import Seat, known_already
@@ -19,17 +19,13 @@ from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator,
 
 _NEVER = 2**31
 _UNANSWERED = 32  # tokens after which an ask that stayed without answer is repeated
-_WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
-_SHARED = 0.5  # of what a token takes: beside others, a sequence that ends sooner leaves its place empty for a while
-_PROBE_SHARE = 0.01  # of all time, for asking where trees are not expected to pay
-_LOOK_S = 0.2  # how often it is looked at again whether nodes may be asked for at all
 
 
 class DraftDesk:
-    """Assigns sequences to speculators, paces the asking, and keeps the trees. Runs on the event loop only.
+    """Assigns sequences to speculators, tells them what was committed, and keeps the trees. On the event loop only.
 
     Speculators with the same sources share the sequences between them; those with different sources draft side by
-    side, and their trees are merged.
+    side, and their trees are merged. Whom to ask for is `Asking`'s decision.
 
     When to wait: the trees that a step lacks are expected to save
 
@@ -41,15 +37,6 @@ class DraftDesk:
     it.
 
     Where several draft for one sequence, a tree is credited with what no quicker speculator's tree had.
-
-    Whom to ask for: of all sequences that a speculator drafts for, those that save most together,
-
-        sum over them of token_s * saves - 1.5 * what asking for all of them takes,
-
-    are asked for at every step. All others cost nothing: their speculator is told nothing and no top tokens or features
-    are kept for it. What their trees would save is learned in two ways. One of them at a time is asked for after all,
-    in turn, so seldom that it takes a hundredth of the time. And where a sequence repeats an earlier passage, which is
-    seen without asking (`Echo`), its quickest speculator's tree is expected to save as many tokens as were repeated.
 
     Args:
         max_wait_s: bound on any wait.
@@ -73,12 +60,9 @@ class DraftDesk:
         self.feature_shape = feature_shape
         self._clock = clock
         self._max_wait_s = max_wait_s
-        self._budget_of = budget_of
-        self._prices = prices
         self._speculators: list[Speculator] = []
         self._seats: dict[Sequence, list[Seat]] = {}
-        self._echoes: dict[Sequence, Echo] = {}
-        self._present: Prices | None = None  # as they were before the latest step
+        self._asking = Asking(self._speculators, self._seats, budget_of, prices)
         self._features: dict[Sequence, FeatureWindow] = {}  # of the sequences whose speculators want them
         self._source_names: list[str] = []
         self.asks = 0
@@ -136,7 +120,7 @@ class DraftDesk:
         if sequence in self._seats or not sequence.submission.limits.speculates:
             return
         self._seats[sequence] = []
-        self._present = self._prices()
+        self._asking.opened(sequence)
         for kind in {speculator.kind for speculator in self._speculators}:
             speculator = self._least_loaded(kind)
             assert speculator is not None  # the kind is that of an attached one
@@ -145,14 +129,16 @@ class DraftDesk:
     def close(self, sequence: Sequence) -> None:
         """The sequence ended: release it everywhere."""
         self._features.pop(sequence, None)
-        self._echoes.pop(sequence, None)
-        for seat in self._seats.pop(sequence, ()):
+        seats = self._seats.pop(sequence, None)
+        if seats is None:
+            return
+        for seat in seats:
             speculator = seat.speculator
             del speculator.sequences[seat.handle]
             speculator.asked.pop(seat.handle, None)
             if seat.told_len > 0:
                 speculator.outbox.release(seat.handle)
-            self._choose(speculator)
+        self._asking.closed(sequence, seats)
 
     def wants_top_tokens(self, sequence: Sequence) -> bool:
         """Whether a speculator that is asked after the next step wants the target's most probable tokens."""
@@ -185,7 +171,7 @@ class DraftDesk:
         seats = self._seats.get(sequence)
         if not seats:
             return
-        self._listen(sequence, base_len, seats)
+        self._asking.listen(sequence, base_len)
         seats = [seat for seat in seats if not seat.is_idle]
         if not seats:
             return
@@ -194,11 +180,10 @@ class DraftDesk:
             seat.known += known
             if seat.speculator.wants_top_tokens:
                 seat.note_top_tokens(base_len, top_token_ids)
-            if self._score(seat.pace, new, spent if seat.offered else None, known):
-                self._learned(sequence, seat)
+            self._asking.judge(seat, new, spent if seat.offered else None, known)
             self.late += seat.move_along(new)
             if seat.asks and (not seat.waits or len(sequence.tokens) - seat.told_len >= _UNANSWERED):
-                self._ask(sequence, seat)
+                self._ask(seat)
 
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
         """Take a tree. Returns its sequence, or None if that ended in the meantime.
@@ -215,13 +200,7 @@ class DraftDesk:
         seat = next(s for s in self._seats[sequence] if s.speculator is speculator)
         base = proposal.base_committed_len
         if seat.waits and base == seat.told_len:
-            is_first = speculator.latency_s == 0.0
-            took_s = speculator.heard(handle, self._clock())
-            if is_first or not seat.eager:
-                self._pause_probing(speculator, took_s)
-            seat.pace.follow(proposal.tree)
-            if self._score(seat.pace, sequence.tokens[base:], None, seat.known):
-                self._learned(sequence, seat)
+            self._asking.came(seat, proposal, self._clock())
         try:
             tree = proposal.rebased(sequence.tokens)
         except StaleBaseError:
@@ -241,11 +220,7 @@ class DraftDesk:
 
         It is called before every step: what is asked for after it is decided here, where that is due.
         """
-        self._present = self._prices()
-        now = self._clock()
-        for speculator in self._speculators:
-            if now >= speculator.probe_at:
-                self._probe(speculator, sequences, now)
+        self._asking.before_step(sequences, self._clock())
         missing: defaultdict[Speculator, float] = defaultdict(float)
         for sequence in sequences:
             for seat in self._seats.get(sequence, ()):
@@ -254,138 +229,34 @@ class DraftDesk:
                     missing[seat.speculator] += max(0.0, seat.pace.saves - at_hand)
         if not missing:
             return 0.0
-        token_s = self._present.token_s
+        token_s = self._asking.present.token_s
         return max(self._wait_until(speculator, token_s * tokens) for speculator, tokens in missing.items())
 
     def _wait_until(self, speculator: Speculator, gain_s: float) -> float:
         bound_s = min(gain_s, self._max_wait_s)
-        return speculator.silent_since + bound_s if _WORTH * speculator.latency_s < bound_s else 0.0
+        return speculator.silent_since + bound_s if WORTH * speculator.latency_s < bound_s else 0.0
 
-    def _score(self, pace: Pace, new: SequenceOf[int], spent: float | None, known: int) -> bool:
-        """Follow the tree along new tokens; True if it ended.
-
-        Args:
-            spent: what its nodes cost; None if the step had no tree.
-            known: how many of the tokens, from the first on, it did not save alone.
-        """
-        alone = new[known:]
-        if spent is None:
-            return pace.committed(new[:known], 0.0) or pace.committed(alone, 1.0 - self._price.row)
-        pace.spend(spent)
-        each = ((new[:known], 0.0), (alone[:-1], 1.0), (alone[-1:], 0.0))  # the bonus token was not accepted
-        return any(pace.committed(tokens, saved) for tokens, saved in each)
-
-    @property
-    def _price(self) -> Prices:
-        """What tokens and rows cost, as of the latest step."""
-        if self._present is None:
-            self._present = self._prices()
-        return self._present
-
-    def _listen(self, sequence: Sequence, base_len: int, seats: SequenceOf[Seat]) -> None:
-        """Let a sequence that nobody is asked about show whether it repeats itself."""
-        if not any(seat.budget > 0 for seat in seats):
-            return
-        echo = self._echoes.get(sequence)
-        if any(seat.eager for seat in seats):
-            if echo is not None:
-                echo.restart()
-            return
-        if echo is None:
-            echo = self._echoes[sequence] = Echo()
-        echo.follow(sequence.tokens, base_len)
-        if echo.expected:
-            allowed = (seat for seat in seats if seat.budget > 0)
-            quickest = min(allowed, key=lambda seat: seat.speculator.latency_s)
-            if quickest.pace.hope(echo.expected * (1.0 - self._price.row)):
-                self._reconsider(sequence, quickest)
-            if quickest.eager:
-                echo.used()
-
-    def _learned(self, sequence: Sequence, seat: Seat) -> None:
-        """A tree's end is known."""
-        if seat.pace.is_unknown or not seat.eager:
-            seat.speculator.surprised(seat.pace.saved)
-        seat.pace.is_unknown = False
-        if seat.pace.saved > 0.0 and (echo := self._echoes.get(sequence)) is not None:
-            echo.proved()
-        self._reconsider(sequence, seat)
-
-    def _reconsider(self, sequence: Sequence, seat: Seat) -> None:
-        """What a sequence's trees are expected to save has changed."""
-        if seat.eager or self._gain_s(sequence, seat) > _WORTH * seat.speculator.further_s:
-            self._choose(seat.speculator)
-
-    def _seats_of(self, speculator: Speculator) -> list[tuple[Sequence, Seat]]:
-        sequences = speculator.sequences.values()
-        return [(s, seat) for s in sequences for seat in self._seats[s] if seat.speculator is speculator]
-
-    def _choose(self, speculator: Speculator) -> None:
-        """Choose the sequences for which it is asked at every step: those that save most, together."""
-        seats = self._seats_of(speculator)
-        gains_s = sorted(((self._gain_s(*each), each[1]) for each in seats if each[1].budget > 0), key=lambda g: -g[0])
-        count, most_s, saved_s = 0, 0.0, 0.0
-        for n, (gain_s, _) in enumerate(gains_s, start=1):
-            saved_s += gain_s
-            if saved_s - _WORTH * speculator.cost_s(n) > most_s:
-                count, most_s = n, saved_s - _WORTH * speculator.cost_s(n)
-        for _, seat in seats:
-            seat.eager = False
-        for _, seat in gains_s[:count]:
-            seat.eager = True
-        speculator.eager = count
-
-    def _gain_s(self, sequence: Sequence, seat: Seat) -> float:
-        """What a tree for a sequence saves, less its part of what it takes to read the sequence, in seconds."""
-        saves, untold = seat.pace.saves, len(sequence.tokens) - seat.told_len
-        left = max(1, sequence.max_len - len(sequence.tokens))
-        part = min(1.0, (1.0 + saves) / left)
-        token_s = self._price.token_s * (_SHARED if len(self._seats) > 1 else 1.0)
-        return token_s * saves - _WORTH * part * seat.speculator.read_s(untold)
-
-    def _probe(self, speculator: Speculator, sequences: SequenceOf[Sequence], now: float) -> None:
-        """Look again for whom nodes may be asked for, and have a tree asked for where it is not known to pay."""
-        quiet = []
-        for sequence, seat in self._seats_of(speculator):
-            seat.budget = self._budget_of(sequence)
-            if seat.budget > 0 and not (seat.asks or seat.waits) and sequence in sequences:
-                quiet.append(seat)
-        self._choose(speculator)
-        speculator.probe_at = now + _LOOK_S
-        if quiet:
-            chosen = min(quiet, key=lambda seat: seat.asked_at)
-            chosen.probed = True
-            chosen.pace.doubt()
-
-    def _pause_probing(self, speculator: Speculator, took_s: float) -> None:
-        """A tree that was asked for to learn from took so long."""
-        share = _PROBE_SHARE / len(self._speculators)
-        speculator.probe_at = self._clock() + _WORTH * took_s / share
-
-    def _ask(self, sequence: Sequence, seat: Seat) -> None:
+    def _ask(self, seat: Seat) -> None:
         """Ask for a tree, unless none would pay."""
-        seat.probed = False
-        seat.budget = self._budget_of(sequence)
-        if seat.budget == 0:
-            self._choose(seat.speculator)
+        if not self._asking.may_ask(seat):
             return
-        new, top_token_ids = tuple(sequence.tokens[seat.told_len :]), tuple(seat.top_token_ids)
-        notice = CommitNotice(seat.handle, seat.told_len, new, seat.budget, top_token_ids)
+        new, top_token_ids = tuple(seat.sequence.tokens[seat.told_len :]), tuple(seat.top_token_ids)
         if seat.told_len == 0:
-            seat.speculator.outbox.assign(seat.handle, sequence, seat.budget)
+            seat.speculator.outbox.assign(seat.handle, seat.sequence, seat.budget)
         else:
+            notice = CommitNotice(seat.handle, seat.told_len, new, seat.budget, top_token_ids)
             seat.speculator.outbox.commit(notice)
-        self._send_features(sequence, seat)
-        seat.told_len = len(sequence.tokens)
+        self._told(seat)
         seat.top_token_ids.clear()
         seat.known = 0
         seat.asked_at = self._clock()
         seat.speculator.ask(seat.handle, seat.asked_at, len(new))
         self.asks += 1
 
-    def _send_features(self, sequence: Sequence, seat: Seat) -> None:
-        """What the speculator was not sent yet, of the tokens that it was just told of."""
-        window = self._features.get(sequence)
+    def _told(self, seat: Seat) -> None:
+        """The speculator was told of all tokens: what it was not sent yet of their features follows."""
+        seat.told_len = len(seat.sequence.tokens)
+        window = self._features.get(seat.sequence)
         if window is None or not seat.speculator.wants_features:
             return
         if (rows := window.since(seat.told_features)) is not None:
@@ -401,10 +272,9 @@ class DraftDesk:
         handle = speculator.next_handle
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
-        seat = Seat(speculator, handle, Pace(min(1.0, speculator.saves)), self._budget_of(sequence))
+        seat = Seat(sequence, speculator, handle, Pace(min(1.0, speculator.saves)))
         self._seats[sequence].append(seat)
-        self._choose(speculator)
+        self._asking.seated(seat)
         if seat.eager and not speculator.is_colocated:  # it reads the prompt meanwhile, trees are asked for later
             speculator.outbox.assign(handle, sequence, 0)
-            self._send_features(sequence, seat)
-            seat.told_len = len(sequence.tokens)
+            self._told(seat)

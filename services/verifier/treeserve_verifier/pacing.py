@@ -20,7 +20,7 @@ class Pace:
     for a step, what it would have saved counts. What it saved in the end, at most 8, is averaged: what a sequence
     begins with counts as two trees, and the last dozen trees count most.
 
-    That is what the next tree is expected to save; it pays if that is more than it costs (`DraftDesk` knows).
+    That is what the next tree is expected to save; it pays if that is more than it costs (`Asking` knows).
 
     Attributes:
         saves: tokens that the next tree is expected to save.

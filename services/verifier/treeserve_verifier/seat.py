@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.pacing import Pace
+from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import Speculator
 
 
 @dataclass(eq=False)
 class Seat:
-    """A sequence at one speculator. The draft desk owns it.
+    """A sequence at one speculator. The draft desk owns it; `pace`, `budget`, `eager` and `probed` are `Asking`'s.
 
     Attributes:
         told_len: committed tokens that the speculator knows of; 0 before the sequence is assigned.
@@ -30,16 +31,17 @@ class Seat:
         offered: whether a step could use it.
     """
 
+    sequence: Sequence
     speculator: Speculator
     handle: int
     pace: Pace
-    budget: int
+    budget: int = 0
     eager: bool = False
     probed: bool = False
     asked_at: float = 0.0
     told_len: int = 0
     told_features: int = 0
-    top_token_ids: list[Sequence[int]] = field(default_factory=list)
+    top_token_ids: list[SequenceOf[int]] = field(default_factory=list)
     known: int = 0
     tree: TokenTree | None = None
     tree_base: int = 0
@@ -60,7 +62,7 @@ class Seat:
         """Whether commits change nothing here: it is not asked, and no tree of it is at hand or judged."""
         return not (self.asks or self.waits or self.tree is not None or self.pace.follows)
 
-    def note_top_tokens(self, base_len: int, top_token_ids: Sequence[Sequence[int]]) -> None:
+    def note_top_tokens(self, base_len: int, top_token_ids: SequenceOf[SequenceOf[int]]) -> None:
         """Keep what the target held most probable for the tokens after `base_len`, which it was not told yet."""
         if self.told_len > 0 and top_token_ids:
             self.top_token_ids += [()] * (base_len - self.told_len - len(self.top_token_ids))
@@ -81,7 +83,7 @@ class Seat:
             return self.tree
         return replace(self.tree, source_masks=tuple(_translate(mask, bits) for mask in self.tree.source_masks))
 
-    def move_along(self, new: Sequence[int]) -> bool:
+    def move_along(self, new: SequenceOf[int]) -> bool:
         """Re-root the tree along tokens that were committed. True if nothing is left of it and no step had it."""
         if self.tree is None:
             return False
@@ -92,7 +94,7 @@ class Seat:
         return is_late
 
 
-def known_already(seats: Sequence[Seat], new: Sequence[int]) -> list[int]:
+def known_already(seats: SequenceOf[Seat], new: SequenceOf[int]) -> list[int]:
     """For each seat how many of the new tokens, from the first on, a quicker speculator's tree had."""
     if len(seats) < 2:
         return [0] * len(seats)
@@ -100,7 +102,7 @@ def known_already(seats: Sequence[Seat], new: Sequence[int]) -> list[int]:
     return [max((depth for latency_s, depth in had if latency_s < own), default=0) for own, _ in had]
 
 
-def _depth_along(tree: TokenTree | None, new: Sequence[int]) -> int:
+def _depth_along(tree: TokenTree | None, new: SequenceOf[int]) -> int:
     """How many of the tokens lie in a tree, from its root's children on."""
     node = 0
     for depth, token_id in enumerate(new):
@@ -111,7 +113,7 @@ def _depth_along(tree: TokenTree | None, new: Sequence[int]) -> int:
     return len(new)
 
 
-def _translate(mask: int, bits: Sequence[int]) -> int:
+def _translate(mask: int, bits: SequenceOf[int]) -> int:
     return sum(1 << bit for k, bit in enumerate(bits) if mask >> k & 1)
 
 
