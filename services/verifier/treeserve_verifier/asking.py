@@ -119,7 +119,9 @@ class Asking:
         took_s = speculator.heard(seat.handle, now)
         if is_first or not seat.eager:  # it was asked for to learn from
             share = _PROBE_SHARE / len(self._speculators)
-            speculator.probe_at = now + WORTH * took_s / share
+            pause_s = WORTH * took_s / share
+            # The very first tree says little of what others take.
+            speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_first else pause_s)
         seat.pace.follow(proposal.tree)
         self.judge(seat, seat.sequence.tokens[proposal.base_committed_len :], None, seat.known)
 

@@ -87,6 +87,7 @@ class Speculator:
     probe_at: float = 0.0
     tree_s: float = 0.0
     _read_s: float = 0.0
+    _heard: int = 0
     _together: int = 0  # asked when the latest ask left
     _told: int = 0  # tokens that went with these asks
 
@@ -132,8 +133,11 @@ class Speculator:
         if self.is_colocated:
             latency_s, told = latency_s / self._together, told / self._together
         self.silent_since = now
-        if self.latency_s == 0.0:
+        self._heard += 1
+        if self._heard == 1:
             self.latency_s = self.tree_s = latency_s
+        elif self._heard == 2:  # the first took longer than others will: it met everything for the first time
+            self.tree_s = min(self.tree_s, latency_s)
         self._learn_costs(latency_s, told)
         weight = _LATENCY_FALLS if latency_s < self.latency_s else _LATENCY_RISES
         self.latency_s += weight * (latency_s - self.latency_s)
