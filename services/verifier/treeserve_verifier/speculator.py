@@ -14,6 +14,7 @@ SpeculatorKind = tuple[tuple[str, ...], bool]
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
 _COST_SMOOTHING = 0.05  # unlike that of latencies even: costs are summed up
 _PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
+_YOUNG = 16  # trees that met things for the first time, and took longer than others will: the least of them counts
 _MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
 _READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
 _FURTHER = 0.15  # what a further tree of the same moment takes of a speculator, in parts of the first
@@ -136,7 +137,7 @@ class Speculator:
         self._heard += 1
         if self._heard == 1:
             self.latency_s = self.tree_s = latency_s
-        elif self._heard == 2:  # the first took longer than others will: it met everything for the first time
+        elif self._heard <= _YOUNG:
             self.tree_s = min(self.tree_s, latency_s)
         self._learn_costs(latency_s, told)
         weight = _LATENCY_FALLS if latency_s < self.latency_s else _LATENCY_RISES
