@@ -85,7 +85,7 @@ def test_fitting_finds_what_surrounds_a_pass_and_how_well_texts_are_drafted() ->
     stated = Overheads(request_ms=7.0, step_ms=1.3)
     easy = cpu_machine().kind("chat").shifted(1.5)
     true = replace(cpu_machine(), overheads=stated, kinds={**cpu_machine().kinds, "chat": easy})
-    alone = [TraceRequest(10.0 * i, 60, 80, kind="chat") for i in range(12)]
+    alone = [TraceRequest(10.0 * i, 60, 80, kind="chat") for i in range(24)]
     real = small_cluster(true)
     plain, drafted = (_lines(simulate(alone, real, SYSTEMS[name], 5).records) for name in ("fifo", "treeserve"))
     assumed = small_cluster(cpu_machine())
