@@ -115,13 +115,13 @@ class Asking:
     def came(self, seat: Seat, proposal: DraftProposal, now: float) -> None:
         """The tree that was asked for came. What was committed meanwhile shows already what it would have saved."""
         speculator = seat.speculator
-        is_first = speculator.latency_s == 0.0
+        is_first, is_young = speculator.latency_s == 0.0, speculator.is_young
         took_s = speculator.heard(seat.handle, now)
         if is_first or not seat.eager:  # it was asked for to learn from
             share = _PROBE_SHARE / len(self._speculators)
             pause_s = WORTH * took_s / share
-            # The very first tree says little of what others take.
-            speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_first else pause_s)
+            # What the first trees take says little of others: one that was held up must not end all trials.
+            speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_young else pause_s)
         seat.pace.follow(proposal.tree)
         self.judge(seat, seat.sequence.tokens[proposal.base_committed_len :], None, seat.known)
 

@@ -111,6 +111,11 @@ class Speculator:
         return self.tree_s + self.further_s * (trees - 1)
 
     @property
+    def is_young(self) -> bool:
+        """Whether too few trees came to know what they take."""
+        return self._heard < _YOUNG
+
+    @property
     def further_s(self) -> float:
         """What one more tree beside others takes."""
         return self.tree_s * (1.0 if self.is_colocated else _FURTHER)
