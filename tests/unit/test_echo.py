@@ -1,4 +1,4 @@
-"""Echo: a sequence that repeats an earlier passage of its own is noticed. What follows from it: test_draft_desk."""
+"""Echo: a sequence that repeats an earlier passage of its own is noticed. What follows from it: test_asking."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def settle_in() -> None:
     """Call once a service is ready: what exists by then lives as long as it does.
 
     The garbage collector is told so. Else each of its full collections goes through the objects of every module and
-    tokenizer that was loaded, which takes over 100 ms and holds up all streams.
+    tokenizer that was loaded, and holds up all streams meanwhile.
     """
     gc.collect()
     gc.freeze()

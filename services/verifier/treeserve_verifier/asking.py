@@ -37,7 +37,7 @@ class Asking:
     tokens as were repeated, less what their rows cost.
 
     It owns of a seat whether it is asked and for how many nodes (`budget`, `eager`, `probed`) and what its trees are
-    worth (`pace`), of a speculator `eager`, `saves` and `probe_at`.
+    worth (`pace`), of a speculator `saves` and `probe_at`.
 
     Args:
         speculators: those attached; the draft desk keeps the list.
@@ -167,7 +167,6 @@ class Asking:
             seat.eager = False
         for _, seat in gains_s[:count]:
             seat.eager = True
-        speculator.eager = count
 
     def _gain_s(self, seat: Seat) -> float:
         """What a tree for a sequence saves, less its part of what it takes to read the sequence, in seconds."""

@@ -114,6 +114,7 @@ class DraftDesk:
             heir = self._least_loaded(speculator.kind)
             if heir is not None:
                 self._seat(sequence, heir)
+        speculator.sequences.clear()
 
     def open(self, sequence: Sequence) -> None:
         """Have the sequence drafted for, unless it is already or its request forbids speculation."""

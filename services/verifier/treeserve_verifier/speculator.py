@@ -65,7 +65,6 @@ class Speculator:
         silent_since: clock time since which it has owed a tree without sending any.
         latency_s: smoothed time from an ask to its tree, however late; 0 before the first. Of what drafts here, which
             does so for one sequence after the other, its share of that.
-        eager: sequences for which it is asked at every step.
         saves: tokens that its tree usually saves a sequence of which nothing is known.
         tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
         probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
@@ -83,7 +82,6 @@ class Speculator:
     asked: dict[int, float] = field(default_factory=dict)
     silent_since: float = 0.0
     latency_s: float = 0.0
-    eager: int = 0
     saves: float = 1.0
     probe_at: float = 0.0
     tree_s: float = 0.0
