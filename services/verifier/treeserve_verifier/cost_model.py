@@ -17,7 +17,7 @@ _LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be correc
 
 
 class CostModel:
-    """Milliseconds of a forward pass: a staircase in its rows with logits, and a straight line in its prefill rows.
+    """Milliseconds of a step: a staircase in its rows with logits, and a straight line in its prefill rows.
 
     Rows are computed in tiles, so a step costs what the next measured count of rows costs; beyond the table the last
     slope goes on. Stairs never fall, because more rows never cost less. A prefill row costs `prefill_row_ms`, and
