@@ -56,6 +56,8 @@ def test_a_request_is_one_trace_through_all_services(
         run_dir=tmp_path / "run",
         settings=(
             "verifier.max_context_tokens=256",
+            "verifier.draft_always=true",  # else whether a speculator is asked depends on what trees cost here
+            "verifier.colocated_sources=",
             *(f"{role}.otlp_endpoint={endpoint}" for role in ("router", "verifier", "speculator")),
         ),
         kv_tokens=2048,
