@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from treeserve_cli.layout import ROLES, ClusterConfig, Layout, process_specs
 from treeserve_cli.supervisor import Child, RestartPolicy, Supervisor
-from treeserve_client import Client, TreeserveClientError
+from treeserve_client import TLS, Client, TreeserveClientError, Unauthenticated
 from treeserve_engine.checkpoint import prepare_checkpoint
 
 _HOST = "127.0.0.1"
@@ -67,6 +67,10 @@ class LocalCluster:
         children = self._supervisor.children if self._supervisor is not None else ()
         return {role: tuple(child for child in children if child.spec.role == role) for role in ROLES}
 
+    def client(self, address: str | None = None) -> Client:
+        """A client of one router, or of all of them."""
+        return Client(address or self.grpc_address, api_key=self.config.api_key, tls=self._tls)
+
     def kill(self, role: str, index: int = 0) -> None:
         """SIGKILL one process; it is restarted unless the configuration says otherwise."""
         self.processes[role][index].kill()
@@ -111,10 +115,23 @@ class LocalCluster:
     def _wait_ready(self, children: tuple[Child, ...]) -> None:
         until = time.monotonic() + self.config.ready_timeout_s
         for address in self.grpc_addresses:
-            with Client(address) as client, grpc.insecure_channel(address) as channel:
+            with self.client(address) as client, self._channel(address) as channel:
                 while not (self._serves_model(client) and _is_healthy(channel)):
                     self._check_starting(children, until)
                     time.sleep(_POLL_S)
+
+    @property
+    def _tls(self) -> TLS | None:
+        """What the routers' clients need: the certificate is known by the peers' name, or as this machine's."""
+        files = self.config.tls
+        if files is None:
+            return None
+        return TLS(files.ca_file, files.cert_file, files.key_file, files.peer_name or "localhost")
+
+    def _channel(self, address: str) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(address)
+        return grpc.secure_channel(address, self._tls.credentials(), options=self._tls.options(address))
 
     def _check_starting(self, children: tuple[Child, ...], until: float) -> None:
         for child in children:
@@ -126,6 +143,8 @@ class LocalCluster:
     def _serves_model(self, client: Client) -> bool:
         try:
             models = client.list_models(deadline_s=_PROBE_TIMEOUT_S)
+        except Unauthenticated as error:
+            raise ClusterError(f"{error}; set TREESERVE_API_KEY to a key of the routers' api_keys_file") from error
         except TreeserveClientError:
             return False
         wanted = (self.config.served_name, self.config.verifiers, self.config.speculators)

@@ -39,16 +39,15 @@ class Measurement:
         return self.plain.timing.tpot_ms / self.drafted.timing.tpot_ms
 
 
-def run_demo(address: str, started_at: float, console: Console) -> bool:
+def run_demo(client: Client, started_at: float, console: Console) -> bool:
     """Stream one answer, measure all prompts and print a table; returns whether all tokens were the same.
 
     Args:
         started_at: `time.monotonic()` when the command began.
     """
-    with Client(address) as client:
-        _stream_answer(client, started_at, console)
-        console.print("\nmeasuring: each prompt once with speculation and once without, greedy", style="dim")
-        measurements = [_measure(client, task, first_plain=i % 2 == 1) for i, task in enumerate(PROMPTS)]
+    _stream_answer(client, started_at, console)
+    console.print("\nmeasuring: each prompt once with speculation and once without, greedy", style="dim")
+    measurements = [_measure(client, task, first_plain=i % 2 == 1) for i, task in enumerate(PROMPTS)]
     console.print(_table(measurements))
     same = all(m.drafted.token_ids == m.plain.token_ids for m in measurements)
     console.print("tokens with and without speculation: " + ("identical" if same else "DIFFERENT"))

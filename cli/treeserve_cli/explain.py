@@ -7,14 +7,16 @@ from collections.abc import Callable
 from rich.table import Column, Table
 from rich.text import Text
 
+from treeserve_cli.access import Access
 from treeserve_client import Client, Decision, Explanation, NotFound, PlacementCost, TreeserveClientError
 
 
-def explanations(addresses: str, request_id: str, tell: Callable[[str], None]) -> list[Explanation]:
+def explanations(addresses: str, request_id: str, access: Access, tell: Callable[[str], None]) -> list[Explanation]:
     """What each router knows of a request.
 
     Args:
         addresses: of routers, separated by commas.
+        access: how to get in at each of them.
         tell: takes lines about routers that cannot be asked, if others know the request.
 
     Raises:
@@ -23,7 +25,7 @@ def explanations(addresses: str, request_id: str, tell: Callable[[str], None]) -
     known: list[Explanation] = []
     errors: dict[str, TreeserveClientError] = {}
     for address in addresses.split(","):
-        with Client(address) as client:
+        with Client(address, **access) as client:
             try:
                 known.append(client.explain(request_id))
             except TreeserveClientError as error:

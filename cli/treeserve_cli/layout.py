@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from treeserve_engine.made_once import default_cache_dir
 from treeserve_speculator.config import CHEAP_SOURCES, TRAINED
 from treeserve_verifier.config import default_threads
 from treeserve_wire.config import check_at_least, option
+from treeserve_wire.tls import TLS_OPTION, TlsFiles
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct.gguf"
 ROLES = ("valkey", "verifier", "speculator", "router")
@@ -52,6 +55,12 @@ class ClusterConfig:
     kv_tokens: int = field(default=16384, metadata=option("KV cache of each verifier, in tokens"))
     grpc_port: int = field(default=50051, metadata=option("gRPC port on loopback; 0 picks one"))
     http_port: int = field(default=8000, metadata=option("HTTP port on loopback; 0 picks one"))
+    tls: TlsFiles | None = field(default=None, metadata=TLS_OPTION)
+    api_key: str | None = field(
+        default=None,
+        repr=False,
+        metadata=option("what to ask routers with that want a key (router.api_keys_file; $TREESERVE_API_KEY)"),
+    )
     cache_dir: Path = field(
         default_factory=default_cache_dir,
         metadata=option("where converted models are kept ($TREESERVE_CACHE)"),
@@ -125,7 +134,9 @@ class Layout:
 
 def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
     """All processes in start order: each finds running what it calls."""
-    model = {"model_folder": layout.model_folder, "model_name": config.served_name, "log_level": config.log_level}
+    common = {"model_folder": layout.model_folder, "model_name": config.served_name, "log_level": config.log_level}
+    if config.tls is not None:
+        common["tls"] = json.dumps(dataclasses.asdict(config.tls), default=str)
     verifiers = [f"unix:{layout.socket('verifier', i)}" for i in range(config.verifiers)]
     specs = [] if config.no_redis else [_valkey(layout)]
     for i, address in enumerate(verifiers):
@@ -140,7 +151,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "drafter_folder": config.drafters or "",
             "drain_s": config.drain_s,
         }
-        specs.append(_service("verifier", i, model | fields, config, layout))
+        specs.append(_service("verifier", i, common | fields, config, layout))
     for i in range(config.speculators):
         fields = {
             "listen": f"unix:{layout.socket('speculator', i)}",
@@ -151,7 +162,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "ssm_folder": config.drafter or "",
             "cache_dir": config.cache_dir,
         }
-        specs.append(_service("speculator", i, model | fields, config, layout))
+        specs.append(_service("speculator", i, common | fields, config, layout))
     for i in range(config.routers):
         fields = {
             "listen": layout.grpc_addresses[i],
@@ -162,7 +173,7 @@ def process_specs(config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
             "explain_requests": _EXPLAIN_REQUESTS,
             "drain_s": config.drain_s,
         }
-        specs.append(_service("router", i, model | fields, config, layout))
+        specs.append(_service("router", i, common | fields, config, layout))
     return specs
 
 

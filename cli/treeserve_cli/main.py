@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from treeserve_cli import corpus, simulate
+from treeserve_cli import corpus, keys, simulate
+from treeserve_cli.access import API_KEY_VARIABLE, ApiKey, CaFile, CertFile, KeyFile, access
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.demo import run_demo
 from treeserve_cli.explain import explanation_table, explanations
@@ -49,6 +51,7 @@ app = typer.Typer(
 
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(simulate.app, name="simulate")
+app.add_typer(keys.app, name="keys")
 
 Address = Annotated[str, typer.Option("--address", help="gRPC address of the router, or of several: A,B.")]
 
@@ -112,8 +115,8 @@ def demo(context: typer.Context) -> None:
     started_at = time.monotonic()
     config = _cluster_config(["--grpc-port", "0", "--http-port", "0", *context.args], "treeserve demo")
     try:
-        with LocalCluster(config, report=_tell) as cluster:
-            same = run_demo(cluster.grpc_address, started_at, Console())
+        with LocalCluster(config, report=_tell) as cluster, cluster.client() as client:
+            same = run_demo(client, started_at, Console())
     except KeyboardInterrupt:
         return
     except (ClusterError, TreeserveError, TreeserveClientError, OSError) as error:
@@ -134,8 +137,9 @@ def _cluster_config(arguments: Sequence[str], prog: str) -> ClusterConfig:
 
 def _up_environment() -> dict[str, str]:
     environ = dict(os.environ)
-    if "TREESERVE_CACHE" in environ:
-        environ.setdefault(f"{_UP_PREFIX}CACHE_DIR", environ["TREESERVE_CACHE"])
+    for variable, field in (("TREESERVE_CACHE", "CACHE_DIR"), (API_KEY_VARIABLE, "API_KEY")):
+        if variable in environ:
+            environ.setdefault(f"{_UP_PREFIX}{field}", environ[variable])
     return environ
 
 
@@ -167,8 +171,19 @@ def generate(
     preset: Annotated[
         Preset | None, typer.Option(help="What kind of work it is: drafting begins with what usually suits that.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Answer in JSON of the schema in this file.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with what this regular expression matches.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer with this text. May be repeated: one of them.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Generate text and stream it to standard output."""
     params: GenerateParams = {
@@ -183,14 +198,18 @@ def generate(
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
         "preset": preset,
+        "json_schema": None if json_schema is None else json_schema.read_text(encoding="utf-8"),
+        "regex": regex,
+        "choice": choice or None,
     }
     if chat or system is not None:
         turns = [("system", system), ("user", prompt)]
         params["messages"] = [{"role": role, "content": text} for role, text in turns if text is not None]
     else:
         params["prompt"] = prompt
+    credentials = access(api_key, ca_file, cert_file, key_file)
     try:
-        with Client(address) as client, client.generate(**params) as stream:
+        with Client(address, **credentials) as client, client.generate(**params) as stream:
             if as_json:
                 for _ in stream:
                     pass
@@ -229,10 +248,14 @@ def explain(
         bool, typer.Option("--json", help="Print one JSON object for each router that knows it.")
     ] = False,
     address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Tell why a request waited and where it ran. Each router knows its own part: --address takes several."""
     try:
-        known = explanations(address, request_id, _tell)
+        known = explanations(address, request_id, access(api_key, ca_file, cert_file, key_file), _tell)
     except TreeserveClientError as error:
         raise _fail_call(error, address) from None
     for explanation in known:
@@ -243,10 +266,16 @@ def explain(
 
 
 @app.command()
-def models(address: Address = DEFAULT_ADDRESS) -> None:
+def models(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+) -> None:
     """List the models that can be served now."""
     try:
-        with Client(address) as client:
+        with Client(address, **access(api_key, ca_file, cert_file, key_file)) as client:
             served = client.list_models()
     except TreeserveClientError as error:
         raise _fail_call(error, address) from None

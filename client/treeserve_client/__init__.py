@@ -11,11 +11,13 @@ from treeserve_client.errors import (
     PermissionDenied,
     ResourceExhausted,
     TreeserveClientError,
+    Unauthenticated,
     Unavailable,
 )
 from treeserve_client.explanation import Decision, Explanation, PlacementCost
 from treeserve_client.request import GenerateParams, Preset, ServiceClass
 from treeserve_client.stream import AsyncStream, Stream
+from treeserve_client.tls import TLS
 from treeserve_client.types import (
     AcceptanceRule,
     Chunk,
@@ -29,6 +31,7 @@ from treeserve_client.types import (
 )
 
 __all__ = [
+    "TLS",
     "Aborted",
     "AcceptanceRule",
     "AsyncClient",
@@ -56,6 +59,7 @@ __all__ = [
     "Stream",
     "Timing",
     "TreeserveClientError",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

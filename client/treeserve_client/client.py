@@ -14,6 +14,7 @@ from treeserve_client.generation import CallOptions, Generation
 from treeserve_client.request import GenerateParams, build_request
 from treeserve_client.routers import Routers
 from treeserve_client.stream import AsyncRouters, AsyncStream, AsyncStub, Stream, Stub, SyncRouters
+from treeserve_client.tls import TLS
 from treeserve_client.types import Completion, Model
 
 _OPTIONS = (
@@ -38,15 +39,32 @@ class Client:
             when one is unavailable.
         max_resumes: how often a generation whose router went away is taken up again where it broke off. The router, or
             another one, has half a minute to come back each time.
-        metadata: sent with every call: keys and values for whoever stands before the router, such as an API key.
+        metadata: sent with every call: keys and values for whoever stands before the router.
+        api_key: sent with every call as a bearer token; without `tls` whoever is on the way can read it.
+        tls: how to speak TLS; plaintext without.
+
+    Raises:
+        OSError: for a file of `tls` that cannot be read.
     """
 
-    def __init__(self, address: str, *, max_resumes: int = 5, metadata: Metadata = ()) -> None:
-        self._routers: SyncRouters = Routers(
-            address, lambda name: grpc.insecure_channel(name, options=_OPTIONS), inference_pb2_grpc.InferenceServiceStub
-        )
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_resumes: int = 5,
+        metadata: Metadata = (),
+        api_key: str | None = None,
+        tls: TLS | None = None,
+    ) -> None:
+        def connect(name: str) -> grpc.Channel:
+            if credentials is None or tls is None:
+                return grpc.insecure_channel(name, options=_OPTIONS)
+            return grpc.secure_channel(name, credentials, options=(*_OPTIONS, *tls.options(name)))
+
+        credentials = None if tls is None else tls.credentials()
+        self._routers: SyncRouters = Routers(address, connect, inference_pb2_grpc.InferenceServiceStub)
         self._max_resumes = max_resumes
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *_authorization(api_key))
 
     def generate(self, *, deadline_s: float | None = None, **params: Unpack[GenerateParams]) -> Stream:
         """Start a generation and stream it. `deadline_s` bounds all of it, resumes included.
@@ -115,14 +133,24 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio: the same parameters, results and errors. Build it inside the event loop."""
 
-    def __init__(self, address: str, *, max_resumes: int = 5, metadata: Metadata = ()) -> None:
-        self._routers: AsyncRouters = Routers(
-            address,
-            lambda name: grpc.aio.insecure_channel(name, options=_OPTIONS),
-            inference_pb2_grpc.InferenceServiceStub,
-        )
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_resumes: int = 5,
+        metadata: Metadata = (),
+        api_key: str | None = None,
+        tls: TLS | None = None,
+    ) -> None:
+        def connect(name: str) -> grpc.aio.Channel:
+            if credentials is None or tls is None:
+                return grpc.aio.insecure_channel(name, options=_OPTIONS)
+            return grpc.aio.secure_channel(name, credentials, options=(*_OPTIONS, *tls.options(name)))
+
+        credentials = None if tls is None else tls.credentials()
+        self._routers: AsyncRouters = Routers(address, connect, inference_pb2_grpc.InferenceServiceStub)
         self._max_resumes = max_resumes
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *_authorization(api_key))
 
     def generate(self, *, deadline_s: float | None = None, **params: Unpack[GenerateParams]) -> AsyncStream:
         """Start a generation and stream it; see `Client.generate`."""
@@ -177,3 +205,7 @@ class AsyncClient:
                     raise typed from error
                 self._routers.turn_away(stub)
         raise AssertionError("there is at least one router")
+
+
+def _authorization(api_key: str | None) -> Metadata:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()

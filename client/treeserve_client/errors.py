@@ -37,6 +37,12 @@ class InvalidArgument(TreeserveClientError):
         return cls(f"{field}: {reason}", {field: reason})
 
 
+class Unauthenticated(TreeserveClientError):
+    """The router wants an API key that it knows."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class PermissionDenied(TreeserveClientError):
     """The caller may not ask for this, for example a more urgent class or tighter targets than are due."""
 
@@ -91,7 +97,16 @@ class Internal(TreeserveClientError):
 
 _PLAIN = {
     kind.code: kind
-    for kind in (PermissionDenied, NotFound, Unavailable, Aborted, DeadlineExceeded, Cancelled, Internal)
+    for kind in (
+        Unauthenticated,
+        PermissionDenied,
+        NotFound,
+        Unavailable,
+        Aborted,
+        DeadlineExceeded,
+        Cancelled,
+        Internal,
+    )
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -49,6 +50,16 @@ class GenerateParams(TypedDict, total=False):
     """Unset: the router draws one; `Stream.started` tells it."""
     top_log_probs: int | None
     """Return log-probabilities: the chosen token's and this many most probable ones."""
+    json_schema: str | Mapping[str, Any] | None
+    """The output is JSON that is valid under this schema. At most one of this and the next four."""
+    json_object: bool
+    """The output is a JSON object."""
+    regex: str | None
+    """The output is what this regular expression matches as a whole."""
+    choice: Sequence[str] | None
+    """The output is one of these texts."""
+    lark: str | None
+    """The output is a text of this grammar, in llguidance's Lark notation."""
     speculation: bool
     """False decodes plainly. The tokens are the same."""
     max_nodes: int | None
@@ -88,7 +99,9 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
             request_id=given.get("request_id", ""),
             model=given.get("model", ""),
             session_id=given.get("session_id", ""),
-            sampling=common_pb2.SamplingParameters(**_fields_of(common_pb2.SamplingParameters, given)),
+            sampling=common_pb2.SamplingParameters(
+                **_fields_of(common_pb2.SamplingParameters, given), grammar=_grammar(given)
+            ),
             stopping=common_pb2.StoppingCriteria(
                 **_fields_of(common_pb2.StoppingCriteria, given), stop_strings=_strings(given.get("stop", ()))
             ),
@@ -120,6 +133,22 @@ def _input(given: Mapping[str, Any]) -> dict[str, Any]:
     if "token_ids" in given:
         return {"tokens": inference_pb2.TokenInput(token_ids=given["token_ids"])}
     return {"prompt": given["prompt"]}
+
+
+def _grammar(given: Mapping[str, Any]) -> common_pb2.Grammar | None:
+    kinds = common_pb2.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields
+    names = [kind.name for kind in kinds if given.get(kind.name, False) is not False]
+    if len(names) > 1:
+        raise InvalidArgument.of("sampling.grammar", f"is one of {' and '.join(names)}, not several")
+    if not names:
+        return None
+    (name,) = names
+    value = given[name]
+    if name == "choice":
+        value = common_pb2.Choice(texts=value)
+    elif name == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    return common_pb2.Grammar(**{name: value})
 
 
 def _fields_of(message: type[Message], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class NotFoundError(TreeserveError):
     """A named model, sequence or session does not exist."""
 
 
+class UnauthenticatedError(TreeserveError):
+    """Nobody knows who the caller is."""
+
+
 class PermissionDeniedError(TreeserveError):
     """The caller may not ask for this."""
 

@@ -9,6 +9,7 @@ from enum import IntEnum
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.grammar import Grammar
 from treeserve_core.preset import Preset
 
 MAX_TOP_LOG_PROBS = 20
@@ -28,6 +29,9 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
 class SamplingParams:
     """How the next token is chosen. Defaults leave the model's distribution alone, and temperature 0 is greedy.
 
+    Attributes:
+        grammar: what the output's text must be; None for anything.
+
     Raises:
         InvalidArgumentError: for a value outside the limits that the public API states.
     """
@@ -42,6 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     top_log_probs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check_range("sampling.temperature", self.temperature, 0, 100)
@@ -157,6 +162,12 @@ class SequenceLimits:
     def speculates(self) -> bool:
         """Whether trees may be drafted at all."""
         return self.max_nodes != 0
+
+
+def check_combination(sampling: SamplingParams, limits: SequenceLimits) -> None:
+    """Raise InvalidArgumentError for a grammar under typical acceptance, which compares paths, not tokens."""
+    if sampling.grammar is not None and limits.acceptance.rule is AcceptanceRule.TYPICAL:
+        raise InvalidArgumentError("sampling.grammar", "cannot be combined with typical acceptance")
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

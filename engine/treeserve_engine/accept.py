@@ -19,9 +19,10 @@ from treeserve_core.outcome import FinishReason, PositionLogProbs, VerifyOutcome
 from treeserve_core.sampling import SamplingParams, StoppingCriteria
 from treeserve_core.tree import TokenTree
 from treeserve_engine import multi_step, typical
+from treeserve_engine.constraint import Constraint, choices
 from treeserve_engine.next_token import next_token, position_log_probs, target_distribution
 from treeserve_engine.noisy_argmax import DoubleArray
-from treeserve_engine.processors import FloatArray, TokenContext
+from treeserve_engine.processors import BoolArray, FloatArray, TokenContext
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class SamplerState:
 
 
 class SequenceSampler:
-    """Chooses one sequence's tokens and knows where they end. It holds the tokens' counts, not the tokens.
+    """Chooses one sequence's tokens and knows where they end. It holds the tokens' counts and the place in the grammar,
+    not the tokens.
 
     Attributes:
         output_len: tokens generated so far.
@@ -70,6 +72,7 @@ class SequenceSampler:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         generated_token_ids: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         """Take over a sequence at its beginning, or after the tokens it generated elsewhere.
 
@@ -77,10 +80,11 @@ class SequenceSampler:
             prompt_token_ids: at least one.
             vocab_size: ids the tokenizer knows; logits beyond are padding.
             generated_token_ids: output so far, for replay; counted like freshly generated tokens.
+            constraint: what its grammar allows at the beginning of the output; from now on its own.
 
         Raises:
-            InvalidArgumentError: if an id does not fit the vocabulary, the prompt is empty, or nothing may be
-                generated before `min_tokens`.
+            InvalidArgumentError: if an id does not fit the vocabulary or the grammar, the prompt is empty, or nothing
+                may be generated before `min_tokens`.
         """
         params.check_vocab(vocab_size)
         stopping.check_vocab(vocab_size)
@@ -91,7 +95,9 @@ class SequenceSampler:
         self._prompt_len = len(prompt_token_ids)
         self._max_tokens = stopping.max_tokens
         self._min_tokens = stopping.min_tokens
-        self._end_ids = tuple(sorted({*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_token_ids)}))
+        self._eos_ids = () if stopping.ignore_eos else tuple(eos_token_ids)
+        self._end_ids = tuple(sorted({*stopping.stop_token_ids, *self._eos_ids}))
+        self._constraint = constraint
         if self._min_tokens > 0 and len(self._end_ids) >= vocab_size:
             raise InvalidArgumentError("stopping.min_tokens", "every token ends the generation")
         self._context = TokenContext(prompt_token_ids)
@@ -117,6 +123,11 @@ class SequenceSampler:
         return self._params.is_greedy
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says what may be chosen."""
+        return self._constraint is not None
+
+    @property
     def state(self) -> SamplerState:
         """What the next tokens depend on besides their logits; a view, valid until the next token is appended."""
         unblocked_from = self._prompt_len + self._min_tokens
@@ -124,23 +135,28 @@ class SequenceSampler:
 
     def next_token(self, logits: FloatArray) -> int:
         """The token after the last one. `logits` is float32[padded vocab]; raises NonFiniteLogitsError."""
-        return next_token(logits[: self._vocab_size], self._params, self._context, self._position, self._blocked_ids())
+        blocked_ids, allowed = self._choices()
+        return next_token(logits[: self._vocab_size], self._params, self._context, self._position, blocked_ids, allowed)
 
     def distribution(self, logits: FloatArray, ahead: Sequence[int] = ()) -> DoubleArray:
         """What a token is drawn from, at temperature > 0: float64[vocab]; raises NonFiniteLogitsError.
 
         Args:
             logits: float32[padded vocab], after the last token and `ahead`.
-            ahead: tokens assumed to follow the last one.
+            ahead: tokens assumed to follow the last one; none where a grammar says what may follow.
         """
         context = self._context.followed_by(ahead) if ahead else self._context
-        blocked_ids = self._blocked_ids(len(ahead))
-        return target_distribution(logits[: self._vocab_size], self._params, context, blocked_ids)
+        blocked_ids, allowed = self._choices(len(ahead))
+        return target_distribution(logits[: self._vocab_size], self._params, context, blocked_ids, allowed)
 
     def uniforms(self, count: int) -> Sequence[float]:
         """Uniforms in (0, 1) for the choice of the next token, the same for the same seed and position."""
         drawn: list[float] = uniforms(self._params.seed, self._position, UniformStream.VERIFIER, count).tolist()
         return drawn
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that come next whatever the logits: what the grammar leaves no choice of."""
+        return () if self._constraint is None else self._constraint.forced()
 
     def would_end(self, token_id: int, num_ahead: int = 0) -> bool:
         """Whether a token would end the generation, if `num_ahead` tokens came before it; stop strings aside."""
@@ -148,25 +164,29 @@ class SequenceSampler:
 
     def log_probs(self, logits: FloatArray, token_id: int) -> PositionLogProbs:
         """Log-probabilities at the position after the last token, where `next_token` chose `token_id`."""
+        blocked_ids, allowed = self._choices()
         return position_log_probs(
-            logits[: self._vocab_size], self._params, self._context, token_id, self._blocked_ids()
+            logits[: self._vocab_size], self._params, self._context, token_id, blocked_ids, allowed
         )
 
     def append(self, token_id: int, *, stopped: bool = False) -> FinishReason | None:
         """Commit a token and say whether it ends the generation; a stop wins over the length limit.
+
+        With a grammar it ends at an end id, too, or as soon as nothing can follow.
 
         Args:
             stopped: the token completed a stop string.
 
         Raises:
             RuntimeError: if the generation has already ended.
+            InvalidArgumentError: if its grammar does not allow the token.
         """
         if self.finish_reason is not None:
             raise RuntimeError("the generation has ended")
         self._context.push(token_id)
         self._last_token_id = token_id
         self.output_len += 1
-        if stopped or token_id in self._end_ids:
+        if stopped or token_id in self._end_ids or self._completes(token_id):
             self.finish_reason = FinishReason.STOP
         elif self.output_len >= self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -177,8 +197,20 @@ class SequenceSampler:
         """Position of the next token."""
         return self._prompt_len + self.output_len
 
-    def _blocked_ids(self, num_ahead: int = 0) -> tuple[int, ...]:
-        return self._end_ids if self.output_len + num_ahead < self._min_tokens else ()
+    def _choices(self, num_ahead: int = 0) -> tuple[tuple[int, ...], BoolArray | None]:
+        """Ids that must not be chosen next, or those that alone may be."""
+        blocked_ids = self._end_ids if self.output_len + num_ahead < self._min_tokens else ()
+        if self._constraint is None:
+            return blocked_ids, None
+        assert not num_ahead  # only typical acceptance looks ahead, which takes no grammar
+        return (), choices(self._constraint, self._eos_ids, blocked_ids)
+
+    def _completes(self, token_id: int) -> bool:
+        """Whether nothing can follow a token in the grammar."""
+        if self._constraint is None:
+            return False
+        self._constraint.advance(token_id)
+        return self._constraint.is_complete
 
 
 def accept(

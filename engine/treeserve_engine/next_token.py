@@ -15,7 +15,7 @@ import numpy as np
 from treeserve_core.outcome import PositionLogProbs
 from treeserve_core.sampling import SamplingParams
 from treeserve_engine.noisy_argmax import DoubleArray, IdArray, blocks, noisy_argmax, weights
-from treeserve_engine.processors import FloatArray, TokenContext, processed_logits
+from treeserve_engine.processors import BoolArray, FloatArray, TokenContext, processed_logits
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -28,12 +28,13 @@ def next_token(
     context: TokenContext,
     position: int,
     blocked_ids: Sequence[int] = (),
+    allowed: BoolArray | None = None,
 ) -> int:
     """Choose the token at one output position.
 
-    Order: penalties, logit bias, blocked ids (see `processed_logits`); at temperature 0 the argmax. Otherwise
-    temperature, top-k, top-p over what top-k left, min-p relative to the most probable token, and the argmax of scaled
-    logit plus noise. Ties always go to the lowest id, at the borders of the filters too.
+    Order: penalties, logit bias, blocked ids and grammar (see `processed_logits`); at temperature 0 the argmax.
+    Otherwise temperature, top-k, top-p over what top-k left, min-p relative to the most probable token, and the argmax
+    of scaled logit plus noise. Ties always go to the lowest id, at the borders of the filters too.
 
     Args:
         logits: float32[vocab_size]. Every entry may be chosen: the caller cuts padding rows off. Left unchanged.
@@ -41,12 +42,13 @@ def next_token(
         context: the tokens before this position.
         position: absolute position of the token to choose (prompt and output).
         blocked_ids: ids that must not be chosen here.
+        allowed: bool[vocab_size], ids that a grammar allows here, at least one; None for all.
 
     Raises:
         NonFiniteLogitsError: if a logit is NaN or infinite.
     """
     most_probable = _checked_argmax(logits)
-    processed = processed_logits(logits, params, context, blocked_ids)
+    processed = processed_logits(logits, params, context, blocked_ids, allowed)
     if params.is_greedy:
         return most_probable if processed is logits else int(processed.argmax())
     kept = _kept_ids(processed, params)
@@ -55,14 +57,18 @@ def next_token(
 
 
 def target_distribution(
-    logits: FloatArray, params: SamplingParams, context: TokenContext, blocked_ids: Sequence[int] = ()
+    logits: FloatArray,
+    params: SamplingParams,
+    context: TokenContext,
+    blocked_ids: Sequence[int] = (),
+    allowed: BoolArray | None = None,
 ) -> DoubleArray:
     """The distribution that `next_token` draws from at temperature > 0: float64[vocab_size], 0 for what it filters.
 
     Args and raises: as for `next_token`.
     """
     _checked_argmax(logits)
-    processed = processed_logits(logits, params, context, blocked_ids)
+    processed = processed_logits(logits, params, context, blocked_ids, allowed)
     kept = _kept_ids(processed, params)
     masses = weights(processed if kept is None else processed[kept], float(processed.max()), params.temperature)
     p = np.zeros(len(logits))
@@ -76,16 +82,17 @@ def position_log_probs(
     context: TokenContext,
     token_id: int,
     blocked_ids: Sequence[int] = (),
+    allowed: BoolArray | None = None,
 ) -> PositionLogProbs:
     """Log-probability of a chosen token, and of the `params.top_log_probs` most probable ones, best first.
 
-    They are the log-softmax of the logits after penalties, bias and blocked ids, at temperature 1 and before the
-    filters: so greedy requests get meaningful numbers, and without processors they are the model's own. Blocked ids
-    are never among the top ones.
+    They are the log-softmax of the logits after penalties, bias, blocked ids and grammar, at temperature 1 and before
+    the filters: so greedy requests get meaningful numbers, and without processors they are the model's own. What may
+    not be chosen is never among the top ones.
 
     Args: as for `next_token`; `token_id` is the token it returned.
     """
-    processed = processed_logits(logits, params, context, blocked_ids)
+    processed = processed_logits(logits, params, context, blocked_ids, allowed)
     shifted = processed - np.float64(processed.max())
     log_normaliser = np.log(np.exp(shifted).sum())
     top = _largest(processed, min(params.top_log_probs or 0, len(processed)))

@@ -1,4 +1,4 @@
-"""Logit processors: penalties, bias and blocked ids, applied to one row of logits before anything is chosen."""
+"""Logit processors: penalties, bias and what may not be chosen, applied to a row of logits before the choice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from treeserve_core.sampling import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -51,20 +52,26 @@ class TokenContext:
 
 
 def processed_logits(
-    logits: FloatArray, params: SamplingParams, context: TokenContext, blocked_ids: Sequence[int] = ()
+    logits: FloatArray,
+    params: SamplingParams,
+    context: TokenContext,
+    blocked_ids: Sequence[int] = (),
+    allowed: BoolArray | None = None,
 ) -> FloatArray:
     """The logits a token is chosen from, before temperature and filters.
 
     In this order: repetition penalty (prompt and output), presence and frequency penalties (output), logit bias,
-    blocked ids (to -inf). A penalty so extreme that it leaves float32 saturates at its largest finite value.
+    blocked ids and all that are not allowed (to -inf). A penalty so extreme that it leaves float32 saturates at its
+    largest finite value.
 
     Args:
         logits: float32[vocab_size], left unchanged.
+        allowed: bool[vocab_size], ids that alone may be chosen; None for all.
 
     Returns:
         float32[vocab_size]: `logits` itself if nothing applies, else a copy.
     """
-    if not (params.is_penalised or params.logit_bias or blocked_ids):
+    if not (params.is_penalised or params.logit_bias or blocked_ids or allowed is not None):
         return logits
     logits = logits.copy()
     if params.is_penalised:
@@ -75,6 +82,8 @@ def processed_logits(
         logits[ids] = _saturated(logits[ids] + bias)
     if blocked_ids:
         logits[list(blocked_ids)] = -np.inf
+    if allowed is not None:
+        logits[~allowed] = -np.inf
     return logits
 
 

@@ -13,8 +13,10 @@ from typing import cast
 from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_router.admission import RouterRequest, tenant_label
+from treeserve_router.autoscaling import Autoscaler
 from treeserve_router.decode_stream import DecodeCall
 from treeserve_router.dispatcher import Dispatcher
+from treeserve_router.load_watch import LoadWatch
 from treeserve_router.mailbox import Mailbox
 from treeserve_router.main import make_queue
 from treeserve_router.pool import VerifierPool
@@ -55,7 +57,6 @@ class SimulatedRouter:
         self._system = system
         self._texts = texts
         self._seed = seed
-        self._connect = connect
         self._clock = clock
         self._config = config
         self._pool = VerifierPool(self._link)
@@ -66,8 +67,17 @@ class SimulatedRouter:
         self._affinity = SharedState(config, self._pool, lambda seconds: None, clock).book
         self._connected = asyncio.Event()
         self._pool.subscribe(self._look_at_pool)
-        self._pool.update(connect)
+        self.connect(connect)
         self._task = tasks.create_task(self._dispatcher.run())
+
+    def connect(self, connect: Mapping[str, Callable[[], RouterEnd]]) -> None:
+        """Use these verifiers and no others; sequences of others run to their end."""
+        self._connect = connect
+        self._pool.update(connect)
+
+    def load_watch(self, autoscaler: Autoscaler) -> LoadWatch:
+        """What tells an autoscaler of the load. It runs for ever: while it does, nothing can be found to hang."""
+        return LoadWatch(autoscaler, self._pool, self._dispatcher, self._queue)
 
     async def ready(self) -> None:
         """Wait until every verifier is connected."""

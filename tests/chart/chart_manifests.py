@@ -41,10 +41,27 @@ EVERYTHING: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "scaled": {role: {"autoscaling": {"enabled": True}} for role in ROLES},
+    "keda": {
+        "router": {"autoscaling": {"enabled": True}},
+        "verifier": {"autoscaling": {**SCALED, "keda": {"enabled": True}}},
+        "speculator": {"autoscaling": {"enabled": True, "keda": {"enabled": True}}},
+        "networkPolicy": {"clientNamespaces": ["apps"], "kedaNamespace": "keda-system"},
+    },
     "gpu": {"verifier": {"gpu": {"count": 1}}},
     "open": {"networkPolicy": {"enabled": False}, "speculator": {"replicas": 0}, "redis": {"url": "redis://valkey"}},
+    "tls": {"tls": {"secretName": "certificates"}},
+    "keys": {"auth": {"keysSecretName": "api-keys"}},
+    "secured": {
+        "tls": {"secretName": "certificates"},
+        "auth": {"keysSecretName": "api-keys", "testKeySecretName": "test-key"},
+        "router": {"config": {"require_client_certs": True}},
+        "networkPolicy": {"clientNamespaces": ["apps"], "monitoringNamespace": "monitoring"},
+    },
     "everything": EVERYTHING,
 }
+
+# Not Kubernetes's own: what validates these is not at hand.
+CUSTOM_RESOURCES = {"PodMonitor", "ScaledObject"}
 
 Manifest = dict[str, Any]
 

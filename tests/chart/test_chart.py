@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from chart_manifests import MONITORING, ROLES, VARIANTS, Manifest, container, of_kind
+from chart_manifests import CUSTOM_RESOURCES, MONITORING, ROLES, VARIANTS, Manifest, container, of_kind
 
 from treeserve_core.sampling import ServiceClass
 from treeserve_wire.config import load_config
@@ -43,7 +43,7 @@ def test_manifests_are_valid(rendered, version, monkeypatch):
     utils = kubernetes_validate.utils
     monkeypatch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))  # each is megabytes of JSON
     distinct = {json.dumps(m, sort_keys=True): m for variant in rendered.values() for m in variant}
-    ours = [m for m in distinct.values() if m["kind"] != "PodMonitor"]  # a custom resource, not Kubernetes's own
+    ours = [m for m in distinct.values() if m["kind"] not in CUSTOM_RESOURCES]
     assert {m["kind"] for m in ours} >= {"Deployment", "Service", "HorizontalPodAutoscaler", "NetworkPolicy", "Pod"}
     for manifest in ours:
         assert kubernetes_validate.validate(manifest, version, strict=True) == version
@@ -103,11 +103,15 @@ def test_the_longest_release_name_fits(render):
         ({"verifier": {"gpu": {"count": -1}}}, "/verifier/gpu/count"),
         ({"verifier": {"sharedMemory": "lots"}}, "/verifier/sharedMemory"),
         ({"verifier": {"autoscaling": {"podMetric": {"name": "queue"}}}}, "/verifier/autoscaling/podMetric/target"),
+        ({"verifier": {"autoscaling": {"keda": {"enabled": "yes"}}}}, "/verifier/autoscaling/keda/enabled"),
+        ({"router": {"config": {"streams_per_router": 0}}}, "/router/config/streams_per_router"),
         ({"speculator": {"config": {"sources": ["Not A Source"]}}}, "/speculator/config/sources"),
         ({"speculator": {"resources": {"requests": {"cpu": None}}}}, "/speculator/resources/requests"),
         ({"speculator": {"tolerations": [{"effect": "Never"}]}}, "/speculator/tolerations/0/effect"),
         ({"model": {"path": "../model"}}, "/model/path"),
         ({"redis": {"url": "valkey:6379"}}, "/redis/url"),
+        ({"tls": {"secretName": "No Name"}}, "/tls/secretName"),
+        ({"auth": {"keys": "a-key"}}, "keys"),
         ({"drain": {"seconds": "30s"}}, "/drain/seconds"),
         ({"networkPolicy": {"clientNamespaces": ["No Namespace"]}}, "/networkPolicy/clientNamespaces/0"),
         ({"router": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 4}}}, "router.autoscaling"),
@@ -137,6 +141,7 @@ def test_the_schema_is_closed_everywhere():
 # What the chart sets by itself; every other field of a service's configuration is a value of the chart.
 OWNED = {"model_folder", "model_name", "listen", "http_listen", "metrics_listen", "verifiers", "redis_url", "threads"}
 OWNED |= {"device", "drain_s", "log_level", "otlp_endpoint", *(f"{role}_id" for role in ROLES)}
+OWNED |= {"tls", "health_listen", "api_keys_file"}
 FOR_TESTS = {"draft_always"}
 
 

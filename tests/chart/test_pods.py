@@ -6,13 +6,27 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_manifests import ROLES, Manifest, container, of_kind, pods, selects
+from chart_manifests import ROLES, VARIANTS, Manifest, container, of_kind, pods, selects
 
 from treeserve_wire.server import LIVENESS
 
 # Volumes that the restricted pod security standard allows.
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
 RESTRICTED_VOLUMES |= {"secret", "name"}
+
+
+def config_of(manifests: list[Manifest], role: str) -> dict[str, Any]:
+    return yaml.safe_load(of_kind(manifests, "ConfigMap")[role]["data"]["config.yaml"])
+
+
+def encrypted(manifests: list[Manifest]) -> tuple[str, ...]:
+    """Names of the ports that speak TLS."""
+    return ("grpc", "http") if "tls" in config_of(manifests, "router") else ()
+
+
+def is_secured(manifests: list[Manifest]) -> bool:
+    """Whether callers have to prove who they are."""
+    return bool({"tls", "api_keys_file"} & config_of(manifests, "router").keys())
 
 
 def test_every_pod_passes_the_restricted_standard(manifests):
@@ -71,7 +85,8 @@ def test_every_port_that_is_named_exists(manifests):
         ports = {port["name"]: port["containerPort"] for port in container(deployment)["ports"]}
         for port in of_kind(manifests, "Service")[role]["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
-            assert port["appProtocol"] == ("kubernetes.io/h2c" if port["name"] == "grpc" else "http")
+            in_the_clear = {"grpc": "kubernetes.io/h2c", "health": "kubernetes.io/h2c"}.get(port["name"], "http")
+            assert port["appProtocol"] == ("https" if port["name"] in encrypted(manifests) else in_the_clear)
         (endpoint,) = of_kind(manifests, "PodMonitor")[role]["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] in ports
         config = yaml.safe_load(of_kind(manifests, "ConfigMap")[role]["data"]["config.yaml"])
@@ -84,7 +99,9 @@ def test_probes_ask_the_grpc_port_and_leave_time_to_start(manifests):
         ports = {port["name"]: port["containerPort"] for port in container(deployment)["ports"]}
         for probe, service in (("startupProbe", LIVENESS), ("readinessProbe", None), ("livenessProbe", LIVENESS)):
             grpc = container(deployment)[probe]["grpc"]
-            assert (grpc["port"], grpc.get("service")) == (ports["grpc"], service), (role, probe)
+            # The kubelet knows neither TLS nor keys.
+            probed = ports["health" if is_secured(manifests) else "grpc"]
+            assert (grpc["port"], grpc.get("service")) == (probed, service), (role, probe)
         startup = container(deployment)["startupProbe"]
         budget = startup["periodSeconds"] * startup["failureThreshold"]
         assert budget >= (600 if role == "verifier" else 60)
@@ -120,13 +137,50 @@ def test_disruptions_take_one_pod_at_a_time(manifests):
 def test_an_autoscaler_owns_the_replicas(rendered):
     for variant, manifests in rendered.items():
         scalers = of_kind(manifests, "HorizontalPodAutoscaler")
-        assert set(scalers) == (set(ROLES) if variant in ("scaled", "everything") else set())
+        by_keda = of_kind(manifests, "ScaledObject")
+        assert set(by_keda) == ({"verifier", "speculator"} if variant == "keda" else set())
+        assert not set(by_keda) & set(scalers)  # KEDA makes an autoscaler of its own
+        owned = set(ROLES) if variant in ("scaled", "everything", "keda") else set()
+        assert set(scalers) | set(by_keda) == owned
         for role, deployment in of_kind(manifests, "Deployment").items():
-            assert ("replicas" in deployment["spec"]) == (role not in scalers)
-        for role, scaler in scalers.items():
-            target = scaler["spec"]["scaleTargetRef"]
+            assert ("replicas" in deployment["spec"]) == (role not in owned)
+        for role, scaler in (scalers | by_keda).items():
+            spec, target = scaler["spec"], scaler["spec"]["scaleTargetRef"]
             assert target["name"] == of_kind(manifests, "Deployment")[role]["metadata"]["name"]
-            assert scaler["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 300
+            behavior = (
+                spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] if role in by_keda else spec["behavior"]
+            )
+            assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
+
+
+def test_keda_asks_the_router_for_the_role_it_scales(rendered):
+    scaled = of_kind(rendered["keda"], "ScaledObject")
+    service = of_kind(rendered["keda"], "Service")["router"]
+    for role, each in scaled.items():
+        assert each["apiVersion"] == "keda.sh/v1alpha1"
+        spec = each["spec"]
+        assert set(spec) == {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "fallback", "advanced", "triggers"}
+        (trigger,) = spec["triggers"]
+        assert (trigger["type"], trigger["metricType"]) == ("external", "AverageValue")  # fallback needs the latter
+        assert set(trigger["metadata"]) == {"scalerAddress", "role"}
+        assert trigger["metadata"]["role"] == role
+        name, _, port = trigger["metadata"]["scalerAddress"].rpartition(":")
+        assert name == f"{service['metadata']['name']}.serving.svc"
+        assert int(port) in [p["port"] for p in service["spec"]["ports"] if p["name"] in ("grpc", "health")]
+        # Nobody who does not know the load makes replicas fewer.
+        assert spec["fallback"] == {
+            "failureThreshold": 3,
+            "replicas": spec["minReplicaCount"],
+            "behavior": "currentReplicasIfHigher",
+        }
+    verifier = scaled["verifier"]["spec"]
+    assert (verifier["minReplicaCount"], verifier["maxReplicaCount"]) == (3, 9)
+
+
+def test_a_role_is_scaled_by_keda_only_where_it_is_scaled_at_all(render):
+    manifests = render({"verifier": {"autoscaling": {"keda": {"enabled": True}}}})
+    assert not of_kind(manifests, "ScaledObject")
+    assert of_kind(manifests, "Deployment")["verifier"]["spec"]["replicas"] == 1
 
 
 def test_an_autoscaler_follows_cpu_or_a_named_metric(rendered):
@@ -256,6 +310,21 @@ def test_named_namespaces_close_the_rest(rendered):
     assert network.allows("router", "valkey", 6380, namespace="data")
     assert not network.allows("verifier", "valkey", 6380, namespace="data")
     assert all(network.allows(role, "collector", 4317, namespace="observability") for role in ROLES)
+
+
+@pytest.mark.parametrize("secured", [{}, {"tls": {"secretName": "certificates"}, "auth": {"keysSecretName": "keys"}}])
+def test_keda_reaches_the_port_that_it_asks(render, rendered, secured):
+    manifests = render({**VARIANTS["keda"], **secured})
+    trigger = of_kind(manifests, "ScaledObject")["verifier"]["spec"]["triggers"][0]
+    port = int(trigger["metadata"]["scalerAddress"].rpartition(":")[2])
+    config = yaml.safe_load(of_kind(manifests, "ConfigMap")["router"]["data"]["config.yaml"])
+    assert config.get("health_listen", config["listen"]).endswith(f":{port}")  # where the router answers it
+    network = Network(manifests)
+    assert network.allows("keda", "router", port, namespace="keda-system")
+    assert not network.allows("stranger", "router", port, namespace="elsewhere")
+    assert not network.allows("keda", "router", 8000, namespace="keda-system")
+    assert not network.allows("keda", "verifier", 50052, namespace="keda-system")
+    assert not Network(rendered["everything"]).allows("keda", "router", port, namespace="keda")  # an HPA asks nobody
 
 
 def test_network_policies_can_be_left_out(rendered):

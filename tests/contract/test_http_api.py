@@ -206,7 +206,7 @@ async def test_defaults_are_openais(http: httpx.AsyncClient, verifier: FakeVerif
         ("/v1/completions", completion(stream_options={"surprise": 1}), "stream_options.surprise"),
         ("/v1/completions", {"model": "tiny"}, "prompt"),
         ("/v1/chat/completions", chat(tools=[]), "tools"),
-        ("/v1/chat/completions", chat(response_format={"type": "json_object"}), "response_format.type"),
+        ("/v1/chat/completions", chat(response_format={"type": "xml"}), "response_format.type"),
         ("/v1/chat/completions", chat(top_logprobs=3), "top_logprobs"),
         ("/v1/chat/completions", chat(max_completion_tokens=3), "max_tokens"),
         ("/v1/chat/completions", chat(messages=[]), "messages"),

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from support.fake_verifier import MODEL_NAME, FakeVerifier
 from support.tokenizer_folders import byte_level_bpe, write_folder
+from support.verifier_peers import RunningVerifier
 from support.waiting import until
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceStub
@@ -21,6 +22,7 @@ from treeserve_router.config import RouterConfig
 from treeserve_router.main import RouterProcess
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.channel import open_channel
+from treeserve_wire.tls import Tls
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
@@ -96,7 +98,7 @@ class Collected:
 async def running_router(
     folder: Path,
     tokenizer: Tokenizer,
-    connect: Sequence[FakeVerifier],
+    connect: Sequence[FakeVerifier | RunningVerifier],
     tracer: Tracer | None = None,
     **changes: Any,
 ) -> AsyncIterator[RouterRig]:
@@ -115,7 +117,8 @@ async def running_router(
     registry = CollectorRegistry()
     config = RouterConfig(**{**defaults, **changes})
     process = RouterProcess(config, tokenizer, tracer or get_tracer("test"), registry)
-    async with process.running() as addresses, open_channel(addresses.grpc) as channel:
+    tls = Tls.of(config.tls)
+    async with process.running() as addresses, open_channel(addresses.grpc, tls) as channel:
         rig = RouterRig(addresses.grpc, addresses.http, channel, registry)
         await rig.connected(len(connect))
         yield rig

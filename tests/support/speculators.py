@@ -26,6 +26,7 @@ from treeserve_speculator.draft_client import DraftClient, draft_hello
 from treeserve_speculator.main import build_drafter, read_identity
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.session import DraftSession
+from treeserve_wire.tls import Tls
 
 TESTS = Path(__file__).parent.parent
 
@@ -52,7 +53,7 @@ async def drafting(
             hello=draft_hello("test", identity, drafter),
             metrics=metrics,
         )
-        client = DraftClient(running.address, peer, random.Random(1), refused_s=0.05)
+        client = DraftClient(running.address, peer, random.Random(1), refused_s=0.05, tls=Tls.of(config.tls))
         before = attached(running)
         task = asyncio.create_task(client.run())
         try:

@@ -25,6 +25,7 @@ from treeserve_verifier.main import Engine, Verifier, load_engine
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_wire import codec
 from treeserve_wire.channel import open_channel
+from treeserve_wire.tls import Tls
 
 TIMEOUT_S = 30.0
 DraftFunction = Callable[[list[int], int, int], TokenTree | None]
@@ -75,7 +76,7 @@ async def running_verifier(model: Path, socket_dir: Path, **changes: Any) -> Asy
     config = VerifierConfig(**{**defaults, **changes})
     engine = load_engine(config)
     registry = CollectorRegistry()
-    verifier = Verifier(config, engine, trace.get_tracer("test"), VerifierMetrics(registry))
+    verifier = Verifier(config, engine, trace.get_tracer("test"), VerifierMetrics(registry), Tls.of(config.tls))
     stop = asyncio.Event()
     serving = asyncio.create_task(verifier.serve(stop))
     try:

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_a_preset_is_passed_on_and_an_unknown_one_refused(client: type[FakeClien
     assert invoke("generate", "--prompt", "hi", "--preset", "code").exit_code == 0
     assert client.params["preset"] == "code"
     assert invoke("generate", "--prompt", "hi", "--preset", "poem").exit_code == 2
+
+
+def test_what_the_output_must_be_is_passed_on(client: type[FakeClient], tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    assert invoke("generate", "--prompt", "hi", "--json-schema", str(tmp_path / "schema.json")).exit_code == 0
+    assert client.params["json_schema"] == '{"type": "object"}'
+    assert invoke("generate", "--prompt", "hi", "--regex", "a+", "--choice", "a", "--choice", "b").exit_code == 0
+    assert (client.params["regex"], client.params["choice"]) == ("a+", ["a", "b"])
+    assert invoke("generate", "--prompt", "hi", "--json-schema", str(tmp_path / "none.json")).exit_code == 2
 
 
 def test_chat_sends_messages(client: type[FakeClient]) -> None:

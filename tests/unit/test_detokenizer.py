@@ -91,6 +91,21 @@ def test_bytes_that_cannot_be_mended_are_replaced_at_once(byte_level: Tokenizer)
     assert _stream(byte_level, [[lead], [letter]]) == ["", "�a", ""]
 
 
+def test_text_that_begins_or_ends_within_a_character_is_not_pushed_as_a_whole(byte_level: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_level)
+    lead, *rest = [_byte_id(byte_level, byte) for byte in "東".encode()]
+    assert detokenizer.push_whole([lead]) is None
+    assert detokenizer.push([lead]) == ""
+    assert detokenizer.push_whole(rest) is None
+    assert detokenizer.push(rest) == "東"
+    assert detokenizer.push_whole([lead, *rest, *byte_level.encode("a")]) == "東a"
+
+
+def test_the_first_space_of_sentencepiece_text_is_dropped_from_a_whole_too(sentencepiece: Tokenizer) -> None:
+    detokenizer = Detokenizer(sentencepiece)
+    assert [detokenizer.push_whole(sentencepiece.encode("he")) for _ in range(2)] == ["he", " he"]
+
+
 def test_nothing_in_nothing_out(byte_level: Tokenizer) -> None:
     assert _stream(byte_level, [[], []]) == ["", "", ""]
 

@@ -30,7 +30,7 @@ class Rig:
         )
         self.reader = asyncio.create_task(self._read())
 
-    def _accept(self, submission, emit):
+    def _accept(self, submission, emit, constraint):
         self.emit = emit
         return object()
 

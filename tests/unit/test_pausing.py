@@ -49,6 +49,18 @@ def test_who_is_too_late_for_its_first_token_lets_others_be_in_time() -> None:
     assert started(verifier) == [in_time, standard, fresh, late, batch_work], "it counts as one class less urgent"
 
 
+def test_nobody_is_paused_twice_whoever_the_least_urgent_are() -> None:
+    """Who is late comes last without being of a higher level: it is not among those that its own class may pause."""
+    verifier = VirtualVerifier(max_sequences=4, reserved_sequences=0)
+    late = verifier.submit(20, 400, STANDARD, preemptible=True, ttft_ms=100, waited_ms=200)
+    running = [batch(verifier) for _ in range(3)]
+    assert len(started(verifier)) == 4
+    urgent = [verifier.submit(20, 10, STANDARD, ttft_ms=5000) for _ in range(3)]
+    assert started(verifier) == urgent
+    assert set(verifier.scheduler.waiting) == set(running) and late in verifier.scheduler.running
+    assert verifier.scheduler.pauses == 3
+
+
 def test_an_urgent_one_is_in_the_very_next_step() -> None:
     verifier = VirtualVerifier(max_sequences=4, reserved_sequences=0)
     running = [batch(verifier) for _ in range(4)]

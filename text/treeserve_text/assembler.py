@@ -56,6 +56,12 @@ class TextAssembler:
 
     def push(self, token_ids: Iterable[int]) -> Released:
         """Take generated tokens and release what became certain."""
+        if not self._matchers and not self._held:  # nearly always all of it, and at once
+            token_ids = tuple(token_ids)
+            text = self._detokenizer.push_whole(token_ids)
+            if text is not None:
+                self._length += len(text)
+                return Released(token_ids, text)
         return _joined([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> Released:

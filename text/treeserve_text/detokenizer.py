@@ -27,14 +27,22 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with these tokens."""
-        return self._emit(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+        return self._stripped(self._decoder.decode(self._bytes(token_ids)))
+
+    def push_whole(self, token_ids: Iterable[int]) -> str | None:
+        """`push` of tokens with whole characters only; None, and nothing is pushed, if one would be split."""
+        data = self._bytes(token_ids)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        return None if self.inside_character or used < len(data) else self._stripped(text)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
-        return self._emit(b"", final=True)
+        return self._stripped(self._decoder.decode(b"", final=True))
 
-    def _emit(self, data: bytes, *, final: bool = False) -> str:
-        text = self._decoder.decode(data, final)
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        return b"".join(map(self._tokenizer.token_bytes, token_ids))
+
+    def _stripped(self, text: str) -> str:
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")

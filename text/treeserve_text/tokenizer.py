@@ -33,6 +33,7 @@ class Tokenizer:
         self._backend = backend
         self._folder = folder
         self._token_bytes = TokenBytes.from_decoder(spec["decoder"])
+        self._known_bytes: dict[int, bytes] = {}  # of tokens that were asked for
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
@@ -60,6 +61,10 @@ class Tokenizer:
         """Token ids of a text. BOS is added only if the tokenizer's own post-processor does."""
         return self._encode(text)
 
+    def encode_inner(self, text: str) -> list[int]:
+        """Token ids of a text that others stand around: no BOS."""
+        return self._encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD. Unknown ids are left out."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
@@ -81,10 +86,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text, which need not be whole characters; nothing for special and unknown ids."""
-        if token_id in self.special_ids:
-            return b""
-        token = self._backend.id_to_token(token_id)
-        return b"" if token is None else self._token_bytes.of(token)
+        known = self._known_bytes.get(token_id)
+        if known is not None:
+            return known
+        token = None if token_id in self.special_ids else self._backend.id_to_token(token_id)
+        return b"" if token is None else self._known_bytes.setdefault(token_id, self._token_bytes.of(token))
 
     @property
     def strips_first_space(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import grpc
 
+from treeserve_wire.tls import Tls
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 _OPTIONS = (
@@ -24,6 +26,14 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a plaintext channel to "host:port" or "unix:/path", for one peer's long streams; reuse it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """Open a channel to "host:port" or "unix:/path", for one peer's long streams; reuse it.
+
+    Args:
+        tls: speaks TLS with these credentials, as they are now; plaintext without.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    name = tls.peer_name or ("localhost" if address.startswith("unix:") else "")
+    named = (("grpc.ssl_target_name_override", name),) if name else ()
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*_OPTIONS, *named))

@@ -24,6 +24,7 @@ from treeserve_core.preset import Preset
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria, check_token_ids
 from treeserve_core.tree import TokenTree
+from treeserve_wire.grammar_codec import grammar_from_proto, grammar_to_proto
 
 _T = TypeVar("_T")
 
@@ -43,6 +44,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParameters:
         logit_bias=params.logit_bias,
         seed=params.seed,
         top_log_probs=params.top_log_probs,
+        grammar=None if params.grammar is None else grammar_to_proto(params.grammar),
     )
 
 
@@ -63,6 +65,7 @@ def sampling_from_proto(msg: common_pb2.SamplingParameters) -> SamplingParams:
         logit_bias=dict(msg.logit_bias),
         seed=msg.seed,
         top_log_probs=msg.top_log_probs if msg.HasField("top_log_probs") else None,
+        grammar=grammar_from_proto(msg.grammar) if msg.HasField("grammar") else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
+from treeserve_wire.tls import Tls
 
 # Health is SERVING under this name for as long as the process works, whether or not it has anything to serve with:
 # a router without verifiers is not ready, but starting it again would not help.
@@ -45,7 +46,7 @@ async def write_all(context: ServicerContext, frames: AsyncIterator[Any]) -> Non
 
 
 class ServiceServer:
-    """A plaintext `grpc.aio` server on "host:port" (port 0 picks one) or "unix:/path". Build it inside the event loop.
+    """A `grpc.aio` server on "host:port" (port 0 picks one) or "unix:/path". Build it inside the event loop.
 
     Args:
         service_name: full name, for example ``treeserve.verifier.v1.VerifierService``; health is kept under it and "",
@@ -54,9 +55,15 @@ class ServiceServer:
         max_receive_bytes: longest message a caller may send.
         max_connection_age_ms: ask clients to reconnect after this time, so that they find new replicas. Only for
             services of short calls: a stream that outlives the age by an hour is cut.
+        tls: speaks TLS with these credentials; plaintext without.
+        client_certs: under TLS, clients without a certificate of the CA are refused.
+        health_address: a second, plaintext address of the health service, for probes that know no TLS; empty for none.
+        interceptors: see every call but those of `health_address`.
 
     Attributes:
         grpc: the aio server to add servicers to before `start`.
+        probed: that of `health_address`, likewise: for what the platform asks, which no interceptor sees.
+        health_address: once started, the bound one.
     """
 
     def __init__(
@@ -67,16 +74,24 @@ class ServiceServer:
         reflection: bool = True,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_connection_age_ms: int | None = None,
+        tls: Tls | None = None,
+        client_certs: bool = True,
+        health_address: str = "",
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         options = [*_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes)]
         if max_connection_age_ms is not None:
             options.append(("grpc.max_connection_age_ms", max_connection_age_ms))
             options.append(("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS))
-        self.grpc = grpc.aio.server(options=options)
+        self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
+        self.health_address = health_address
+        self.probed = grpc.aio.server(options=_OPTIONS)
         self._address = address
+        self._credentials = None if tls is None else tls.server_credentials(client_certs=client_certs)
         self._health_names = ("", service_name)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        for server in (self.grpc, self.probed):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if reflection:
             _add_reflection(self.grpc, {service_name, health.SERVICE_NAME})
 
@@ -88,14 +103,12 @@ class ServiceServer:
         """
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(serving)
-        try:
-            port = self.grpc.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._address}") from error
+        address = _bind(self.grpc, self._address, self._credentials)
+        if self.health_address:
+            self.health_address = _bind(self.probed, self.health_address, None)
+            await self.probed.start()
         await self.grpc.start()
-        if self._address.startswith("unix:"):
-            return self._address
-        return f"{self._address.rpartition(':')[0]}:{port}"
+        return address
 
     async def set_serving(self, serving: bool) -> None:
         """Report SERVING or NOT_SERVING. Without effect once draining."""
@@ -107,6 +120,19 @@ class ServiceServer:
         """Report NOT_SERVING for good, refuse new calls, and give running ones `grace_s` seconds to end."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+        await self.probed.stop(0)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    """The bound address. Raises OSError."""
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _add_reflection(server: grpc.aio.Server, service_names: set[str]) -> None:

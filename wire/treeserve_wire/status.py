@@ -24,6 +24,7 @@ from treeserve_core.errors import (
     StaleBaseError,
     StaleEpochError,
     TreeserveError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -53,6 +54,7 @@ _KINDS = (
     _Kind(StaleBaseError, code_pb2.FAILED_PRECONDITION, "STALE_BASE"),
     _Kind(StaleEpochError, code_pb2.ABORTED, "STALE_EPOCH"),
     _Kind(HandshakeError, code_pb2.FAILED_PRECONDITION, "HANDSHAKE"),
+    _Kind(UnauthenticatedError, code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED"),
     _Kind(PermissionDeniedError, code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
     _Kind(NotFoundError, code_pb2.NOT_FOUND, "NOT_FOUND"),
     _Kind(OverloadedError, code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),

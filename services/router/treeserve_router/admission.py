@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from treeserve_core.errors import InvalidArgumentError, NotFoundError
-from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria, check_token_ids
+from treeserve_core.grammar import Grammar
+from treeserve_core.sampling import (
+    SamplingParams,
+    SequenceLimits,
+    StoppingCriteria,
+    check_combination,
+    check_token_ids,
+)
 from treeserve_text.tokenizer import Tokenizer
 
 MAX_ID_CHARS = 128
@@ -96,6 +103,11 @@ class RouterRequest:
         return len(self.generated_token_ids) if self.delivered is None else self.delivered
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar says what its output may be."""
+        return self.sampling.grammar is not None
+
+    @property
     def max_total_tokens(self) -> int:
         """Context window it may fill: prompt and longest output."""
         return len(self.prompt_token_ids) + self.stopping.max_tokens
@@ -139,6 +151,7 @@ class Admission:
         check_token_ids("generated_token_ids", ask.generated_token_ids, vocab_size)
         ask.sampling.check_vocab(vocab_size)
         ask.stopping.check_vocab(vocab_size)
+        check_combination(ask.sampling, ask.limits)
         by_id = ask.resume_offset is not None
         if ask.generated_token_ids and not (by_id or ask.seed_given or ask.sampling.is_greedy):
             raise InvalidArgumentError("sampling.seed", "is required to resume, as Started reported it")
@@ -150,8 +163,11 @@ class Admission:
             max_context_tokens: longest prompt plus output of any verifier.
 
         Raises:
-            InvalidArgumentError: if the prompt is empty once tokenised, or prompt and output do not fit the window.
+            InvalidArgumentError: if the prompt is empty once tokenised, prompt and output do not fit the window, or its
+                grammar has no meaning.
         """
+        if ask.sampling.grammar is not None:
+            await asyncio.to_thread(_check_grammar, ask.sampling.grammar)
         field_name, token_ids = await self._tokenise(ask)
         if not token_ids:
             raise InvalidArgumentError(field_name, "gives no tokens")
@@ -205,6 +221,12 @@ def tenant_label(name: str) -> str:
 def label_of(ask: Ask) -> str:
     """The label of whom an ask is for; empty if nobody is known."""
     return "" if ask.tenant is None else tenant_label(ask.tenant)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    from treeserve_text.grammar import check_grammar  # with its library, which few requests need
+
+    check_grammar(grammar)
 
 
 async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:

@@ -15,6 +15,7 @@ from treeserve_router.qos import Policies, ServiceLevels, class_named, policies_
 from treeserve_router.queue import DEFAULT_MAX_BYTES
 from treeserve_router.tenants import TenantPolicy, tenants_from
 from treeserve_wire.config import check_at_least, option
+from treeserve_wire.tls import TLS_OPTION, TlsFiles
 
 QUEUE_POLICIES = ("qos", "fifo")
 
@@ -34,6 +35,15 @@ class RouterConfig:
     model_name: str = field(metadata=option("served model name, the same as the verifiers'"))
     listen: str = field(default="127.0.0.1:50051", metadata=option("gRPC address, host:port or unix:/path"))
     http_listen: str = field(default="127.0.0.1:8000", metadata=option("HTTP address, host:port; empty is off"))
+    health_listen: str = field(
+        default="", metadata=option("plaintext address of the gRPC health service, for probes under TLS; empty is off")
+    )
+    metrics_listen: str = field(
+        default="",
+        metadata=option(
+            "plaintext Prometheus address, host:port, that needs no API key; empty: /metrics of HTTP alone"
+        ),
+    )
     verifiers: tuple[str, ...] = field(
         default=("127.0.0.1:50052",), metadata=option("verifier addresses: host:port, unix:/path, or dns://name:port")
     )
@@ -67,7 +77,7 @@ class RouterConfig:
         default=None,
         metadata=option(
             "clients may ask for a more urgent class, or tighter targets, than they are due. If empty: only where no "
-            "gateway is configured (tenant_header, service_class_header)"
+            "gateway is configured (tenant_header, service_class_header); with api_keys_file each key says it"
         ),
     )
     tenants: Mapping[str, TenantPolicy] = field(
@@ -106,12 +116,26 @@ class RouterConfig:
             "send under that name. Requests without it leave nothing behind for others. Empty: all are one tenant's"
         ),
     )
+    api_keys_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "YAML list of API keys (`treeserve keys new`), read again when it changes: then every call needs one but "
+            "health, and the key says whose it is. Empty: anybody may call"
+        ),
+    )
+    tls: TlsFiles | None = field(default=None, metadata=TLS_OPTION)
+    require_client_certs: bool = field(
+        default=False, metadata=option("under TLS, clients too must show a certificate of tls.ca_file")
+    )
     explain_requests: int = field(
         default=0,
         metadata=option(
             "latest requests whose way `treeserve explain` can tell; 0 is off. Then whoever reaches the router can ask "
             "about requests of the own tenant, knowing their ids"
         ),
+    )
+    streams_per_router: int = field(
+        default=200, metadata=option("requests in progress that one router is meant for; a hint for autoscalers")
     )
     drain_s: float = field(default=30.0, metadata=option("time to finish running streams after SIGTERM"))
     reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))
@@ -120,7 +144,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_queued_requests", "max_queued_tokens", "max_queued_bytes")
-        check_at_least(self, 1, "max_replays", "token_credit")
+        check_at_least(self, 1, "max_replays", "token_credit", "streams_per_router")
         check_at_least(self, 0, "max_hedges", "journal_bytes", "explain_requests")
         if not (math.isfinite(self.stall_timeout_s) and self.stall_timeout_s > 0):
             raise InvalidArgumentError("stall_timeout_s", "must be a number of seconds above 0")
@@ -140,6 +164,10 @@ class RouterConfig:
         if self.queue_policy not in QUEUE_POLICIES:
             raise InvalidArgumentError("queue_policy", f"is none of {', '.join(QUEUE_POLICIES)}")
         class_named(self.default_service_class, "default_service_class")
+        if self.api_keys_file is not None and self.trust_clients is not None:
+            raise InvalidArgumentError("trust_clients", "leave it empty with api_keys_file: each key says it")
+        if self.require_client_certs and self.tls is None:
+            raise InvalidArgumentError("require_client_certs", "needs tls")
         if not self.model_name:
             raise InvalidArgumentError("model_name", "is empty")
 

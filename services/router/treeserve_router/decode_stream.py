@@ -137,7 +137,7 @@ class DecodeStream:
                     if frame.load.draining and not self._ledger.state.draining:
                         for ticket in self._tickets.values():
                             ticket.mailbox.put(Draining())
-                    self._ledger.reported(_load(frame.load))
+                    self._ledger.reported(load_from_proto(frame.load))
                     self._on_change()
                 case kind:
                     raise UnavailableError(f"the verifier sent an unexpected frame ({kind})")
@@ -253,7 +253,8 @@ def _submit_message(handle: int, ticket: Ticket, waited_s: float) -> pb.SubmitSe
     )
 
 
-def _load(report: pb.LoadReport) -> Load:
+def load_from_proto(report: pb.LoadReport) -> Load:
+    """What a report says."""
     return Load(
         sequences=report.sequences,
         free_blocks=report.free_blocks,
@@ -264,12 +265,19 @@ def _load(report: pb.LoadReport) -> Load:
         preemptible=report.preemptible,
         step_s=_measured(report.step_ms) / 1000,
         prefill_tokens_per_s=_measured(report.prefill_tokens_per_s),
+        work_s=_summed(report.work_s) if report.HasField("work_s") else None,
+        drafting_s=_summed(report.drafting_s) if report.HasField("drafting_s") else None,
     )
 
 
 def _measured(value: float) -> float:
     """A peer's figure, or 0 (unknown) if it can be none."""
     return value if 0 < value < _MAX_FIGURE else 0.0
+
+
+def _summed(seconds: float) -> float | None:
+    """A peer's sum, or None (unknown) if it can be none."""
+    return seconds if 0 <= seconds < _MAX_FIGURE else None
 
 
 def _ended(end: pb.SequenceEnd) -> Ended:

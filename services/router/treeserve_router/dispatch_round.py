@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.sampling import ServiceClass
@@ -10,24 +11,24 @@ from treeserve_router.batcher import Batcher
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
 
-Reach = Mapping[AcceptanceRule, int]
-"""By acceptance rule, the longest context of any verifier that knows the rule."""
+Reach = Mapping[tuple[AcceptanceRule, bool], int]
+"""By acceptance rule and whether there is a grammar, the longest context of any verifier that can do both."""
 
 
 def reach_of(verifiers: Iterable[VerifierState]) -> Reach:
     """What some verifier could serve, sooner or later."""
-    reach: dict[AcceptanceRule, int] = {}
+    reach: dict[tuple[AcceptanceRule, bool], int] = {}
     for verifier in verifiers:
         if not verifier.draining:
-            for rule in verifier.acceptance_rules:
-                reach[rule] = max(reach.get(rule, 0), verifier.max_context_tokens)
+            for able in product(verifier.acceptance_rules, {False, verifier.grammars}):
+                reach[able] = max(reach.get(able, 0), verifier.max_context_tokens)
     return reach
 
 
 def covers(reach: Reach, ticket: Ticket) -> bool:
     """Whether a ticket is within reach: exactly if some verifier can serve it."""
     request = ticket.request
-    return request.max_total_tokens <= reach.get(request.limits.acceptance.rule, 0)
+    return request.max_total_tokens <= reach.get((request.limits.acceptance.rule, request.has_grammar), 0)
 
 
 class DispatchRound:

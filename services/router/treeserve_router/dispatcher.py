@@ -59,6 +59,10 @@ class Dispatcher:
         clock: seconds, monotonic; the event loop's own if `run` is used.
         policies: which classes reserve places and which may be refused; a class without a policy does neither.
         decisions: where every decision is noted.
+
+    Attributes:
+        offered, begun: requests that were submitted, refused ones included, and those of them that went to a verifier.
+            Replays count as neither.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Dispatcher:
         # When a ticket last found no room, which one, and why.
         self._blocked: tuple[float, Ticket | None, str] = (float("-inf"), None, "")
         self._wake = asyncio.Event()
+        self.offered = 0
+        self.begun = 0
         pool.subscribe(self._wake.set)
 
     def submit(self, ticket: Ticket) -> None:
@@ -92,6 +98,7 @@ class Dispatcher:
         Raises:
             OverloadedError: if the queue is full, or its target for the first token cannot be met.
         """
+        self.offered += not ticket.is_replay
         states = self._pool.states()
         self._note_reach(states)
         try:
@@ -188,6 +195,7 @@ class Dispatcher:
             waited_s = self._feasibility.waited_s(ticket)
             self._queue.take(ticket)
             self._feasibility.placed(ticket)
+            self.begun += not ticket.is_replay
             self._send(ticket, chosen, waited_s)
             dispatch_round.changed(chosen.address, self._pool.link(chosen.address).state)
 

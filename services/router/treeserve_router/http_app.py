@@ -13,13 +13,14 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from treeserve_core.errors import InvalidArgumentError, TreeserveError
-from treeserve_router.admission import tenant_of
+from treeserve_router.front_door import FrontDoor, HttpDoor, current_caller
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.openai_request import ChatCompletionRequest, CompletionRequest
 from treeserve_router.openai_response import (
@@ -33,7 +34,6 @@ from treeserve_router.openai_response import (
     http_error,
 )
 from treeserve_router.pool import ServedModel
-from treeserve_router.qos import ServiceLevels
 from treeserve_router.router import Router
 from treeserve_router.visible_output import TokenChunk
 from treeserve_text.tokenizer import Tokenizer
@@ -53,18 +53,16 @@ class HttpParts:
     """What the HTTP API works with.
 
     Attributes:
-        levels: what requests are promised.
+        door: lets callers in.
         wall_clock: seconds since the epoch.
-        tenant_header: header in which a gateway names the tenant; empty for one tenant.
     """
 
     router: Router
     tokenizer: Tokenizer
     model_name: str
     registry: CollectorRegistry
-    levels: ServiceLevels
+    door: FrontDoor
     wall_clock: Callable[[], float] = time.time
-    tenant_header: str = ""
 
 
 def build_app(parts: HttpParts) -> Starlette:
@@ -108,6 +106,7 @@ def build_app(parts: HttpParts) -> Starlette:
             Route("/readyz", ready),
             Route("/metrics", metrics),
         ],
+        middleware=[Middleware(HttpDoor, door=parts.door)],
         exception_handlers={HTTPException: refused},
     )
 
@@ -136,12 +135,13 @@ class GenerationEndpoint:
             http_request = Request(scope, receive)
             call = self._schema.from_json(await _read_json(http_request))
             ask = call.to_ask(http_request.headers.get("traceparent", ""))
+            caller = current_caller()
             ask = replace(
                 ask,
-                limits=self._parts.levels.resolve(
+                limits=caller.levels.resolve(
                     ask.limits, class_given=call.class_given, values=http_request.headers.getlist
                 ),
-                tenant=tenant_of(self._parts.tenant_header, http_request.headers.getlist),
+                tenant=caller.tenant,
             )
         except (TreeserveError, HTTPException) as error:
             await _json_error(_error_response(error))(scope, receive, send)

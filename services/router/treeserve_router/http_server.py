@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -18,9 +19,10 @@ class HttpServer:
     Args:
         address: "host:port"; port 0 picks one.
         drain_s: time running requests get to end once it stops.
+        tls: speaks HTTPS by this; None for HTTP.
     """
 
-    def __init__(self, app: Starlette, address: str, drain_s: float) -> None:
+    def __init__(self, app: Starlette, address: str, drain_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._address = address
         config = uvicorn.Config(
             app,
@@ -29,6 +31,8 @@ class HttpServer:
             lifespan="off",
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
+        config.load()
+        config.ssl = tls
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None
 

@@ -10,12 +10,12 @@ import grpc
 
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceServicer
-from treeserve_router.admission import OPEN_ENDED, Ask, tenant_label, tenant_of
+from treeserve_router.admission import OPEN_ENDED, Ask, tenant_label
 from treeserve_router.explain import DecisionLog
 from treeserve_router.explain_messages import explanation_to_proto
+from treeserve_router.front_door import current_caller
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.pool import ServedModel
-from treeserve_router.qos import ServiceLevels
 from treeserve_router.router import Router
 from treeserve_router.visible_output import TokenChunk
 from treeserve_wire import codec
@@ -31,23 +31,17 @@ class InferenceServicer(InferenceServiceServicer):
 
     Args:
         decisions: what Explain tells of.
-        levels: what requests are promised.
-        tenant_header: metadata key in which a gateway names the tenant; empty for one tenant.
     """
 
-    def __init__(
-        self, router: Router, model_name: str, decisions: DecisionLog, levels: ServiceLevels, tenant_header: str = ""
-    ) -> None:
+    def __init__(self, router: Router, model_name: str, decisions: DecisionLog) -> None:
         self._router = router
         self._decisions = decisions
         self._model_name = model_name
-        self._levels = levels
-        self._tenant_header = tenant_header
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Run a generation. Writing waits for a slow client, and for nobody else; a client that leaves cancels."""
         try:
-            ask = _ask_from_proto(request, context, self._levels, self._tenant_header)
+            ask = _ask_from_proto(request, context)
             async with contextlib.aclosing(self._router.generate(ask)) as events:
                 async for event in events:
                     await context.write(self._event_to_proto(event))
@@ -74,7 +68,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> pb.ExplainResponse:
         """Say what was decided about a request of the caller's tenant."""
         try:
-            tenant = tenant_of(self._tenant_header, lambda key: _metadata(context, key))
+            tenant = current_caller().tenant
             label = None if tenant is None else tenant_label(tenant)
             return explanation_to_proto(self._decisions.explain(request.request_id, label))
         except Exception as error:
@@ -101,14 +95,15 @@ class InferenceServicer(InferenceServiceServicer):
                 return pb.GenerateResponse(finished=_finished_to_proto(event))
 
 
-def _ask_from_proto(request: pb.GenerateRequest, context: _Context, levels: ServiceLevels, tenant_header: str) -> Ask:
+def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
+    caller = current_caller()
     remaining_s = context.time_remaining()
     kind = request.WhichOneof("input")
     return Ask(
         sampling=codec.sampling_from_proto(request.sampling),
         seed_given=request.sampling.HasField("seed"),
         stopping=codec.stopping_from_proto(request.stopping, OPEN_ENDED),
-        limits=levels.resolve(
+        limits=caller.levels.resolve(
             codec.limits_from_proto(request.speculation, request.service_level),
             class_given=bool(request.service_level.service_class),
             values=lambda key: _metadata(context, key),
@@ -123,7 +118,7 @@ def _ask_from_proto(request: pb.GenerateRequest, context: _Context, levels: Serv
         session_id=request.session_id,
         deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
         traceparent=next(iter(_metadata(context, "traceparent")), ""),
-        tenant=tenant_of(tenant_header, lambda key: _metadata(context, key)),
+        tenant=caller.tenant,
     )
 
 

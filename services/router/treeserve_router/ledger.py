@@ -25,6 +25,7 @@ class VerifierOffer:
         dtype: element type of the weights.
         acceptance_rules: those it knows.
         block_size: tokens in a KV block; 0 if it reuses none.
+        grammars: it keeps to grammars.
     """
 
     verifier_id: str
@@ -34,6 +35,7 @@ class VerifierOffer:
     dtype: str
     acceptance_rules: frozenset[AcceptanceRule]
     block_size: int = 0
+    grammars: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Load:
         speculators: attached to it.
         preemptible: running sequences that a more urgent one may pause.
         step_s, prefill_tokens_per_s: how fast it is; 0 if unknown.
+        work_s, drafting_s: what it did since it started, and what speculators spent on its trees; None if unknown.
     """
 
     sequences: int = 0
@@ -59,6 +62,8 @@ class Load:
     preemptible: int = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    work_s: float | None = None
+    drafting_s: float | None = None
 
 
 # What others' prompts are taken for until there is a prompt of ours, and how fast ours change that.
@@ -178,6 +183,7 @@ class VerifierLedger:
             holding_off=self._avoid,
             speculators=load.speculators,
             acceptance_rules=offer.acceptance_rules,
+            grammars=offer.grammars,
             unreported=len(self._unreported),
             others_tokens=self._others_tokens(),
             preemptible=load.preemptible,
@@ -185,6 +191,8 @@ class VerifierLedger:
             pending_blocks=sum(sent.blocks for sent in self._starting.values()),
             starting=self._starting_by_urgency(),
             latency=self._latency.now(),
+            work_s=load.work_s,
+            drafting_s=load.drafting_s,
         )
 
     def _others_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -14,31 +15,39 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from treeserve.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from treeserve.keda.externalscaler_pb2_grpc import add_ExternalScalerServicer_to_server
 from treeserve_core.identity import ModelIdentity
 from treeserve_router.admission import Admission, RouterRequest
+from treeserve_router.auth import Keyring
+from treeserve_router.autoscaling import Autoscaler
 from treeserve_router.config import RouterConfig
 from treeserve_router.dispatcher import Dispatcher
 from treeserve_router.explain import DecisionLog
+from treeserve_router.front_door import FrontDoor, GrpcDoor
 from treeserve_router.generation import GenerationParts
 from treeserve_router.hedging import Hedger
 from treeserve_router.http_app import HttpParts, build_app
 from treeserve_router.http_server import HttpServer
 from treeserve_router.inference_servicer import SERVICE_NAME, InferenceServicer
+from treeserve_router.load_watch import LoadWatch
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.order import ArrivalOrder, Order, QosOrder
 from treeserve_router.pool import VerifierPool
 from treeserve_router.queue import RequestQueue, Ticket
 from treeserve_router.quotas import Quotas
 from treeserve_router.router import Router
+from treeserve_router.scaler_servicer import ScalerServicer
+from treeserve_router.shared_demand import SharedDemand
 from treeserve_router.shared_quotas import SharedQuotas
 from treeserve_router.shared_state import SharedState
 from treeserve_router.tenants import Tenants
-from treeserve_router.verifier_link import VerifierLink
+from treeserve_router.verifier_link import VerifierLink, dial
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.discovery import PeerWatch
 from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.telemetry import setup_tracing
+from treeserve_wire.telemetry import setup_tracing, start_metrics
+from treeserve_wire.tls import Tls
 
 # Long-lived clients reconnect this often, so that they find new replicas.
 _MAX_CONNECTION_AGE_MS = 300_000
@@ -68,7 +77,10 @@ class RouterProcess:
         tenants = Tenants(config.tenants)
         queue = make_queue(config, tenants, clock)
         self._config = config
-        self._pool = VerifierPool(_link_maker(config, tokenizer))
+        tls = Tls.of(config.tls)
+        self._keyring = None if config.api_keys_file is None else Keyring(config.api_keys_file)
+        door = FrontDoor(config.service_levels, config.tenant_header, self._keyring, metrics.rejected)
+        self._pool = VerifierPool(_link_maker(config, tokenizer, tls))
         decisions = DecisionLog(clock, config.explain_requests, config.router_id)
         self._dispatcher = Dispatcher(
             queue, self._pool, config.verifier_wait_s, clock, policies=config.dispatch_policies, decisions=decisions
@@ -99,25 +111,29 @@ class RouterProcess:
             reflection=config.reflection,
             max_receive_bytes=_MAX_REQUEST_BYTES,
             max_connection_age_ms=_MAX_CONNECTION_AGE_MS,
+            tls=tls,
+            client_certs=config.require_client_certs,
+            health_address=config.health_listen,
+            interceptors=[GrpcDoor(door)],
         )
         add_InferenceServiceServicer_to_server(
-            InferenceServicer(router, config.model_name, decisions, config.service_levels, config.tenant_header),
-            self._server.grpc,
+            InferenceServicer(router, config.model_name, decisions), self._server.grpc
         )
-        app = build_app(
-            HttpParts(
-                router,
-                tokenizer,
-                config.model_name,
-                registry,
-                config.service_levels,
-                tenant_header=config.tenant_header,
-            )
-        )
-        self._http = HttpServer(app, config.http_listen, config.drain_s + _CUT_S) if config.http_listen else None
+        autoscaler = Autoscaler(config.streams_per_router, clock)
+        shared_demand = SharedDemand(link, config.model_name, config.router_id) if link is not None else None
+        self._load_watch = LoadWatch(autoscaler, self._pool, self._dispatcher, queue, shared_demand)
+        # KEDA brings no API key.
+        asked = self._server.probed if config.health_listen else self._server.grpc
+        add_ExternalScalerServicer_to_server(ScalerServicer(autoscaler), asked)
+        app = build_app(HttpParts(router, tokenizer, config.model_name, registry, door))
+        self._http = None
+        if config.http_listen:
+            context = None if tls is None else tls.http_context(client_certs=config.require_client_certs)
+            self._http = HttpServer(app, config.http_listen, config.drain_s + _CUT_S, context)
         self._pool_changed = asyncio.Event()
         self._pool.subscribe(self._pool_changed.set)
         metrics.watch(queue, lambda: len(self._pool.states()))
+        metrics.watch_wanted(autoscaler)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Addresses]:
@@ -145,6 +161,8 @@ class RouterProcess:
             PeerWatch(self._config.verifiers).run(self._pool.update),
             *self._shared.background(),
             self._quotas.run(),
+            self._load_watch.run(),
+            *([] if self._keyring is None else [self._keyring.run()]),
         ]
 
     async def _report_health(self) -> None:
@@ -179,7 +197,9 @@ def make_queue(config: RouterConfig, tenants: Tenants, clock: Callable[[], float
     )
 
 
-def _link_maker(config: RouterConfig, tokenizer: Tokenizer) -> Callable[[str, Callable[[], None]], VerifierLink]:
+def _link_maker(
+    config: RouterConfig, tokenizer: Tokenizer, tls: Tls | None
+) -> Callable[[str, Callable[[], None]], VerifierLink]:
     identity = ModelIdentity(
         name=config.model_name,
         tokenizer_hash=tokenizer.hash,
@@ -189,7 +209,8 @@ def _link_maker(config: RouterConfig, tokenizer: Tokenizer) -> Callable[[str, Ca
     )
 
     def make_link(address: str, on_change: Callable[[], None]) -> VerifierLink:
-        return VerifierLink(address, identity, config.router_id, config.token_credit, on_change, random.Random())
+        call = functools.partial(dial, tls=tls)
+        return VerifierLink(address, identity, config.router_id, config.token_credit, on_change, random.Random(), call)
 
     return make_link
 
@@ -201,6 +222,7 @@ async def run(config: RouterConfig, stop: asyncio.Event) -> None:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.model_folder)
+    start_metrics(config.metrics_listen, registry)
     async with RouterProcess(config, tokenizer, tracer, registry).running() as addresses:
         settle_in()
         _log.info("serving", grpc=addresses.grpc, http=addresses.http, verifiers=config.verifiers)

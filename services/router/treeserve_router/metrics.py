@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from opentelemetry.trace import Span
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from treeserve_core.acceptance import AcceptanceRule
-from treeserve_core.errors import OverloadedError
+from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.sampling import SequenceLimits, ServiceClass
+from treeserve_router.autoscaling import Autoscaler, Role
 from treeserve_router.queue import RequestQueue
 
 # Buckets as OpenTelemetry's semantic conventions advise, seconds.
@@ -97,6 +101,10 @@ class RouterMetrics:
             age.labels(_label(service_class)).set_function(partial(queue.age_s, service_class))
         Gauge("treeserve_router_verifiers", "Connected verifiers.", registry=self.registry).set_function(num_verifiers)
 
+    def watch_wanted(self, autoscaler: Autoscaler) -> None:
+        """Report the replicas that roles want when metrics are read, and nothing of a role where it is not known."""
+        self.registry.register(_WantedReplicas(autoscaler))
+
     def shown(self, num_tokens: int, rule: AcceptanceRule) -> None:
         """Count tokens shown to a client whose request is under this acceptance rule."""
         self.output_tokens.inc(num_tokens)
@@ -107,6 +115,23 @@ class RouterMetrics:
         self._rejections.labels(type(error).__name__.removesuffix("Error")).inc()
         if isinstance(error, OverloadedError):
             self._refusals.labels(error.cause).inc()
+
+
+class _WantedReplicas(Collector):
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self._autoscaler = autoscaler
+
+    def collect(self) -> Iterable[Metric]:
+        """What is known now."""
+        family = GaugeMetricFamily(
+            "treeserve_router_wanted_replicas",
+            "Replicas that the load wants, of all routers together.",
+            labels=["role"],
+        )
+        for role in Role:
+            with contextlib.suppress(UnavailableError):
+                family.add_metric([role], self._autoscaler.wanted(role))
+        yield family
 
 
 class RequestMeter:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.grammar import Grammar
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import OPEN_ENDED, Ask
+from treeserve_router.openai_grammar import ResponseFormat, StructuredOutputs
+from treeserve_router.openai_strict import Strict
 
 # One spelling only: two for the same token would silently drop one bias.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -25,23 +28,13 @@ _TIERS = {"auto": None, "default": None, "flex": ServiceClass.BATCH, "priority":
 _Tokens = Annotated[int, Field(lt=2**32)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        """A null stands for an absent parameter, as clients mean it."""
-        return {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """How to stream."""
 
     include_usage: bool = False
 
 
-class Speculation(_Strict):
+class Speculation(Strict):
     """Extension: the switch and bound of speculation, how drafted tokens are accepted, and what kind of work it is.
 
     Only `replay` is bit-identical with `enabled: false`; `multi_step` keeps the distribution, `typical` is lossy.
@@ -59,7 +52,7 @@ class Speculation(_Strict):
         return Acceptance.of(AcceptanceRule[self.acceptance.upper()], self.typical_epsilon, self.typical_delta)
 
 
-class GenerationOptions(_Strict):
+class GenerationOptions(Strict):
     """What both endpoints share. Fields after `user` are extensions."""
 
     model: str = ""
@@ -69,16 +62,16 @@ class GenerationOptions(_Strict):
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: str | list[str] = Field(default_factory=list)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     user: str = ""  # a label by its definition: it changes nothing
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     session_id: str = ""
     service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
@@ -86,6 +79,7 @@ class GenerationOptions(_Strict):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     speculation: Speculation = Speculation()
+    structured_outputs: StructuredOutputs | None = None
 
     @classmethod
     def from_json(cls, body: object) -> Self:
@@ -113,7 +107,11 @@ class GenerationOptions(_Strict):
             logit_bias={_bias_id(token_id): bias for token_id, bias in self.logit_bias.items()},
             seed=self.seed or 0,
             top_log_probs=top_log_probs,
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> Grammar | None:
+        return None if self.structured_outputs is None else self.structured_outputs.to_grammar()
 
     def _stopping(self, max_tokens: int) -> StoppingCriteria:
         return StoppingCriteria(
@@ -180,14 +178,14 @@ class CompletionRequest(GenerationOptions):
         )
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn of a conversation."""
 
     role: str
@@ -197,12 +195,6 @@ class Message(_Strict):
     def text(self) -> str:
         """The content as one string."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class ResponseFormat(_Strict):
-    """Only plain text."""
-
-    type: Literal["text"] = "text"
 
 
 class ChatCompletionRequest(GenerationOptions):
@@ -232,6 +224,12 @@ class ChatCompletionRequest(GenerationOptions):
             seed_given=self.seed is not None,
             traceparent=traceparent,
         )
+
+    def _grammar(self) -> Grammar | None:
+        by_format, by_extension = self.response_format.to_grammar(), super()._grammar()
+        if by_format is not None and by_extension is not None:
+            raise InvalidArgumentError("response_format", "contradicts structured_outputs")
+        return by_format or by_extension
 
 
 def _invalid_argument(first: Any) -> InvalidArgumentError:

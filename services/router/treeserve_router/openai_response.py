@@ -13,6 +13,7 @@ from treeserve_core.errors import (
     PermissionDeniedError,
     StaleEpochError,
     TreeserveError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
@@ -196,6 +197,9 @@ def error_response(error: BaseException) -> ErrorResponse:
             headers = {"retry-after": str(max(math.ceil(error.retry_after_s), 1))}
             code = "rate_limit_exceeded" if error.cause.startswith("quota") else "overloaded"
             return _error(429, "rate_limit_error", str(error), code=code, headers=headers)
+        case UnauthenticatedError():
+            headers = {"www-authenticate": "Bearer"}
+            return _error(401, "authentication_error", str(error), code="invalid_api_key", headers=headers)
         case PermissionDeniedError():
             return _error(403, "permission_error", str(error), code="permission_denied")
         case StaleEpochError():

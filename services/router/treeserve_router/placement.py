@@ -54,6 +54,9 @@ class VerifierState:
         holding_off: it has just refused a sequence, or seems dead.
         speculators: attached to it.
         acceptance_rules: those it knows.
+        grammars: it keeps to grammars.
+        work_s, drafting_s: what it did since it started, and what speculators spent on its trees; None before its first
+            report.
     """
 
     address: str
@@ -74,12 +77,15 @@ class VerifierState:
     pending_blocks: int = 0
     starting: tuple[Backlog, ...] = _NO_BACKLOG
     latency: Latency = field(default_factory=Latency)
+    grammars: bool = False
+    work_s: float | None = None
+    drafting_s: float | None = None
 
     def can_serve(self, ticket: Ticket) -> bool:
         """Whether it could run the request at all, sooner or later."""
         request = ticket.request
-        knows_rule = request.limits.acceptance.rule in self.acceptance_rules
-        return not self.draining and knows_rule and request.max_total_tokens <= self.max_context_tokens
+        able = request.limits.acceptance.rule in self.acceptance_rules and self.grammars >= request.has_grammar
+        return not self.draining and able and request.max_total_tokens <= self.max_context_tokens
 
     @property
     def kv_use(self) -> float:

@@ -24,6 +24,7 @@ from treeserve_wire import codec
 from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
 from treeserve_wire.status import error_from_rpc
+from treeserve_wire.tls import Tls, with_hint
 
 _WELCOME_TIMEOUT_S = 5.0
 _BACKOFF = Backoff()
@@ -32,9 +33,9 @@ _log = structlog.get_logger(__name__)
 
 
 @contextlib.asynccontextmanager
-async def dial(address: str) -> AsyncIterator[DecodeCall]:
-    """A Decode call to an address, over a channel of its own."""
-    async with open_channel(address) as channel:
+async def dial(address: str, tls: Tls | None = None) -> AsyncIterator[DecodeCall]:
+    """A Decode call to an address, over a channel of its own, with the credentials as they are now."""
+    async with open_channel(address, tls) as channel:
         yield VerifierServiceStub(channel).Decode()
 
 
@@ -150,7 +151,7 @@ class VerifierLink:
         if isinstance(error, grpc.RpcError):
             error = error_from_rpc(error)
         expected = isinstance(error, TreeserveError | TimeoutError)
-        reason = str(error) or type(error).__name__
+        reason = with_hint(str(error) or type(error).__name__)
         _log.warning("verifier not connected", address=self.address, reason=reason, exc_info=not expected)
 
 
@@ -165,4 +166,5 @@ def _offer(welcome: pb.DecodeWelcome) -> VerifierOffer:
         dtype=welcome.dtype,
         acceptance_rules=codec.known_acceptance_rules(welcome.acceptance_rules),
         block_size=welcome.block_size,
+        grammars=welcome.grammars,
     )

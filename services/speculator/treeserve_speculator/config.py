@@ -10,6 +10,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.made_once import default_cache_dir
 from treeserve_engine.precision import AUTO, check_dtype
 from treeserve_wire.config import check_at_least, option
+from treeserve_wire.tls import TLS_OPTION, TlsFiles
 
 SSM = "ssm"
 SSMS = (SSM, *(f"{SSM}{i}" for i in range(2, 6)))
@@ -37,6 +38,9 @@ class SpeculatorConfig:
     )
     listen: str = field(
         default="127.0.0.1:50053", metadata=option("gRPC address of the health service, host:port or unix:/path")
+    )
+    health_listen: str = field(
+        default="", metadata=option("plaintext address of the gRPC health service, for probes under TLS; empty is off")
     )
     metrics_listen: str = field(default="", metadata=option("Prometheus address, host:port; empty is off"))
     speculator_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
@@ -74,6 +78,7 @@ class SpeculatorConfig:
     cache_dir: Path = field(
         default_factory=default_cache_dir, metadata=option("where weights converted to int8 are kept")
     )
+    tls: TlsFiles | None = field(default=None, metadata=TLS_OPTION)
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 

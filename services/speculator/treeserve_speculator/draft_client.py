@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -20,6 +20,7 @@ from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
 from treeserve_wire.codec import acceptance_rule_to_proto, feature_shape_to_proto, identity_to_proto
 from treeserve_wire.status import error_from_rpc
+from treeserve_wire.tls import Tls, with_hint
 
 _WELCOME_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 1.0
@@ -52,6 +53,7 @@ class DraftClient:
     Args:
         rng: for the jitter of waits.
         refused_s: wait after a refused handshake, which the next attempt will hardly change.
+        tls: credentials to the verifier, as they are at each attempt; plaintext without.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class DraftClient:
         rng: random.Random,
         backoff: Backoff = _BACKOFF,
         refused_s: float = _REFUSED_WAIT_S,
+        tls: Tls | None = None,
     ) -> None:
         self._address = address
         self._peer = peer
         self._rng = rng
         self._backoff = backoff
         self._refused_s = refused_s
+        self._tls = tls
         self._failures = 0
         self.wanted = True
         self._stopping = asyncio.Event()
@@ -78,16 +82,15 @@ class DraftClient:
 
     async def run(self) -> None:
         """Hold a stream until `stop`, or until one ends while it is not wanted."""
-        async with open_channel(self._address) as channel:
-            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            while self.wanted and not self._stopping.is_set():
-                wait_s = await self._attempt(stub.Draft)
-                await self._unless_stopped(asyncio.sleep(wait_s))
+        while self.wanted and not self._stopping.is_set():
+            wait_s = await self._attempt()
+            await self._unless_stopped(asyncio.sleep(wait_s))
 
-    async def _attempt(self, open_call: Callable[[], DraftCall]) -> float:
-        """Hold one stream to its end; returns the seconds to wait before the next."""
+    async def _attempt(self) -> float:
+        """Hold one stream, over a channel of its own, to its end; returns the seconds to wait before the next."""
         try:
-            await self._hold(open_call())
+            async with open_channel(self._address, self._tls) as channel:
+                await self._hold(verifier_pb2_grpc.VerifierServiceStub(channel).Draft())
             error: Exception = TreeserveError("the verifier ended the stream")
         except grpc.aio.AioRpcError as failed:
             error = error_from_rpc(failed)
@@ -101,7 +104,7 @@ class DraftClient:
         self._failures += 1
         wait_s = self._backoff.wait_s(self._failures, self._rng)
         if isinstance(error, TreeserveError):
-            self._log.warning("draft stream ended", reason=str(error), retry_in_s=round(wait_s, 2))
+            self._log.warning("draft stream ended", reason=with_hint(str(error)), retry_in_s=round(wait_s, 2))
         else:
             self._log.error("draft stream failed", retry_in_s=round(wait_s, 2), exc_info=error)
         return wait_s

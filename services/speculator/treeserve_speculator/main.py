@@ -27,6 +27,7 @@ from treeserve_wire.discovery import PeerWatch
 from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
+from treeserve_wire.tls import Tls
 
 # A speculator serves nothing but health, under this name.
 _STOP_GRACE_S = 1.0
@@ -37,12 +38,14 @@ _log = structlog.get_logger(__name__)
 async def run(config: SpeculatorConfig, stop: asyncio.Event) -> None:
     """Build the sources, draft for all configured verifiers until `stop` is set, then end the streams."""
     tracer = setup_tracing("treeserve-speculator", config.otlp_endpoint)
+    tls = Tls.of(config.tls)
     metrics = SpeculatorMetrics()
     identity = await asyncio.to_thread(read_identity, config.model_folder, config.model_name)
     drafter = await asyncio.to_thread(build_drafter, config, identity, metrics)
     start_metrics(config.metrics_listen)
     watch = PeerWatch(config.verifiers)
-    server = ServiceServer(config.listen, health.SERVICE_NAME)  # it serves nothing else: its work is a client's
+    # It serves nothing else: its work is a client's.
+    server = ServiceServer(config.listen, health.SERVICE_NAME, tls=tls, health_address=config.health_listen)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as executor:
         peer = DraftPeer(
             executor=executor,
@@ -50,7 +53,7 @@ async def run(config: SpeculatorConfig, stop: asyncio.Event) -> None:
             hello=draft_hello(config.speculator_id, identity, drafter),
             metrics=metrics,
         )
-        clients = DraftClients(lambda address: DraftClient(address, peer, random.Random()))
+        clients = DraftClients(lambda address: DraftClient(address, peer, random.Random(), tls=tls))
         address = await server.start()
         settle_in()
         _log.info("serving", health=address, sources=drafter.source_names, verifiers=config.verifiers)

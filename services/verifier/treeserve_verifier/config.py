@@ -12,6 +12,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.made_once import default_cache_dir
 from treeserve_engine.precision import AUTO, check_dtype
 from treeserve_wire.config import check_at_least, option
+from treeserve_wire.tls import TLS_OPTION, TlsFiles
 
 
 def default_threads() -> int:
@@ -34,6 +35,9 @@ class VerifierConfig:
     model_folder: Path = field(metadata=option("Hugging Face folder of the target model"))
     model_name: str = field(metadata=option("name the model is served under"))
     listen: str = field(default="127.0.0.1:50052", metadata=option("gRPC address, host:port or unix:/path"))
+    health_listen: str = field(
+        default="", metadata=option("plaintext address of the gRPC health service, for probes under TLS; empty is off")
+    )
     metrics_listen: str = field(default="", metadata=option("Prometheus address, host:port; empty is off"))
     verifier_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs, leases and hellos"))
     dtype: str = field(
@@ -77,7 +81,7 @@ class VerifierConfig:
     ageing_s: float = field(default=10.0, metadata=option("waiting that makes a sequence more urgent by one class"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
     emit_interval_ms: float = field(
-        default=10.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
+        default=20.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
     )
     colocated_sources: tuple[str, ...] = field(
         default=(),
@@ -100,6 +104,7 @@ class VerifierConfig:
         metadata=option("wait for and verify all that is drafted, whether or not it is expected to pay: for tests"),
     )
     drain_s: float = field(default=30.0, metadata=option("time to finish running sequences after SIGTERM"))
+    tls: TlsFiles | None = field(default=None, metadata=TLS_OPTION)
     reflection: bool = field(default=True, metadata=option("serve gRPC reflection"))
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))

@@ -11,6 +11,7 @@ MOST_MEASURED_CONTEXT = 1024
 _CONTEXT_ROWS = 16
 _ENOUGH_MS = 50.0  # timing one count of rows
 _SMOOTHING = 0.1
+_TIMED = 0.5  # a start-up timing, taken while a cluster starts, counts as much as one step
 _MOST_SURPRISE = 2.5  # one outlier must not distort the table
 _AGES_MS = 1e9
 _LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be corrected
@@ -24,7 +25,8 @@ class CostModel:
     `attend_ms` more for every KV position that it attends to.
 
     An observed step pulls its stair, and all others half as much: most of what changes (a busy neighbour, a longer
-    context) slows every step alike. A step with prefill rows pulls their price instead.
+    context) slows every step alike. A step with prefill rows pulls their price instead. A stair that was timed at
+    start-up is replaced by the mean of its first steps.
 
     Args:
         table: milliseconds by rows.
@@ -36,6 +38,7 @@ class CostModel:
             raise ValueError("a cost table needs at least one positive entry")
         self._rows = sorted(table)
         self._ms = [table[rows] for rows in self._rows]
+        self._weights = [_SMOOTHING] * len(table)  # of the next step of each stair
         self._make_monotone()
         self._prefill_row_ms = self._ms[-1] / self._rows[-1] if prefill_row_ms is None else prefill_row_ms
         self._attend_ms = attend_ms
@@ -49,14 +52,25 @@ class CostModel:
     ) -> CostModel:
         """Build the table from `time_ms(rows)`: for each entry of _MEASURED_ROWS the fastest of two timings or three.
 
-        What disturbs a timing only ever adds to it, and to a short one the most.
+        What disturbs a timing only ever adds to it, and to a short one the most. So they are taken in turns, because a
+        disturbance lasts longer than a few passes, and fewer rows cost no more than more rows did.
 
         Args:
             time_prefill_ms: duration of a pass of so many rows, without logits, after so many KV positions.
             most_context: positions that it may be asked for; 0 leaves the cost of context to what is observed.
         """
         time_ms(MOST_MEASURED_ROWS)  # the first pass pays for allocations
-        table = {rows: _fastest(time_ms, rows) for rows in _MEASURED_ROWS}
+        timings = [{rows: time_ms(rows) for rows in _MEASURED_ROWS} for _ in range(2)]
+        timings.append({rows: time_ms(rows) for rows in _MEASURED_ROWS if sum(t[rows] for t in timings) < _ENOUGH_MS})
+        table = {rows: min(t[more] for t in timings for more in t if more >= rows) for rows in _MEASURED_ROWS}
+        cost = cls._timed(table, time_prefill_ms, most_context)
+        cost._weights = [_TIMED] * len(table)
+        return cost
+
+    @classmethod
+    def _timed(
+        cls, table: Mapping[int, float], time_prefill_ms: Callable[[int, int], float] | None, most_context: int
+    ) -> CostModel:
         if time_prefill_ms is None:
             return cls(table)
         prefill = _fastest(lambda rows: time_prefill_ms(rows, 0), MOST_MEASURED_ROWS)
@@ -76,6 +90,11 @@ class CostModel:
     def table(self) -> dict[int, float]:
         """Rows to milliseconds."""
         return dict(zip(self._rows, self._ms, strict=True))
+
+    def is_proved(self, rows: int) -> bool:
+        """Whether the expected duration of a step with so many rows with logits is more than a start-up timing."""
+        stair = bisect.bisect_left(self._rows, rows)
+        return stair >= len(self._rows) or self._weights[stair] != _TIMED
 
     def step_ms(self, rows: int) -> float:
         """Expected duration of a step with so many rows with logits and no other."""
@@ -108,6 +127,9 @@ class CostModel:
             self._prefill_row_ms *= 1.0 + change
             self._attend_ms *= 1.0 + change
         elif stair < len(self._rows):
+            weight = self._weights[stair]
+            self._weights[stair] = max(_SMOOTHING, weight / (1.0 + weight))
+            change = weight * surprise
             self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
             self._make_monotone()
 

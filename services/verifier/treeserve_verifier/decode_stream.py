@@ -12,7 +12,9 @@ import structlog
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError, OverloadedError
+from treeserve_core.grammar import Grammar
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
+from treeserve_engine.constraint import Constraint
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.intake import Intake
 from treeserve_verifier.load import Load
@@ -45,6 +47,7 @@ class DecodeStream:
         self.router_id = router_id
         self.credits = Credits(credit)
         self._sequences: dict[int, Sequence] = {}
+        self._compiling: dict[int, asyncio.Task[None]] = {}  # what waits for its grammar, by handle
         self._pending: dict[int, list[Emission]] = {}
         self._load: verifier_pb2.LoadReport | None = None
         self._wake = asyncio.Event()
@@ -54,31 +57,35 @@ class DecodeStream:
         self._alarm: asyncio.TimerHandle | None = None
 
     def submit(self, message: verifier_pb2.SubmitSequence) -> None:
-        """Take a sequence, or answer its handle with the reason it is refused."""
+        """Take a sequence, once its grammar is compiled, or answer its handle with the reason it is refused."""
         handle, first = message.handle, len(message.generated_token_ids)
-        if handle in self._sequences:
+        if handle in self._sequences or handle in self._compiling:
             raise InvalidArgumentError("handle", f"{handle} is in use on this stream")
         try:
-            if len(self._sequences) >= _MAX_SEQUENCES_PER_STREAM:
-                raise OverloadedError(f"{len(self._sequences)} sequences are open on this stream", 1.0)
-            sequence = self._intake.accept(_submission(message), lambda emission: self._emit(handle, emission, first))
-            self._loop.submit(sequence)
+            num_open = len(self._sequences) + len(self._compiling)
+            if num_open >= _MAX_SEQUENCES_PER_STREAM:
+                raise OverloadedError(f"{num_open} sequences are open on this stream", 1.0)
+            submission = _submission(message)
+            if submission.sampling.grammar is None:
+                self._accept(handle, submission, None)
+            else:
+                compiling = self._compile(handle, submission, submission.sampling.grammar)
+                self._compiling[handle] = asyncio.create_task(compiling)
         except Exception as error:
-            self._emit(handle, Emission(first, (), error=error), first)
-            self.flush()
-            return
-        self._sequences[handle] = sequence
+            self._refuse(handle, error, first)
 
     def cancel(self, handle: int) -> None:
         """Drop a sequence; an unknown handle has ended already."""
         sequence = self._sequences.pop(handle, None)
         self._pending.pop(handle, None)
+        if (compiling := self._compiling.pop(handle, None)) is not None:
+            compiling.cancel()
         if sequence is not None:
             self._loop.cancel(sequence)
 
     def close(self) -> None:
         """The router is gone: drop all its sequences."""
-        for handle in list(self._sequences):
+        for handle in [*self._sequences, *self._compiling]:
             self.cancel(handle)
         self._cancel_alarm()
 
@@ -122,6 +129,25 @@ class DecodeStream:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+
+    async def _compile(self, handle: int, submission: Submission, grammar: Grammar) -> None:
+        try:
+            constraint = await self._intake.constraint(grammar)
+            del self._compiling[handle]
+            self._accept(handle, submission, constraint)
+        except Exception as error:
+            self._compiling.pop(handle, None)
+            self._refuse(handle, error, len(submission.generated_token_ids))
+
+    def _accept(self, handle: int, submission: Submission, constraint: Constraint | None) -> None:
+        first = len(submission.generated_token_ids)
+        sequence = self._intake.accept(submission, lambda emission: self._emit(handle, emission, first), constraint)
+        self._loop.submit(sequence)
+        self._sequences[handle] = sequence
+
+    def _refuse(self, handle: int, error: Exception, first_offset: int) -> None:
+        self._emit(handle, Emission(first_offset, (), error=error), first_offset)
+        self.flush()
 
     def _emit(self, handle: int, emission: Emission, first_offset: int) -> None:
         is_end = emission.finish_reason is not None or emission.error is not None
@@ -223,6 +249,8 @@ class DecodeHandler:
             preemptible=load.preemptible,
             step_ms=load.step_ms,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            work_s=load.work_s,
+            drafting_s=load.drafting_s,
         )
         for stream in self._streams:
             stream.report(report)
@@ -252,6 +280,7 @@ class DecodeHandler:
                 dtype=self._config.dtype,
                 acceptance_rules=[codec.acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
                 block_size=self._config.block_size,
+                grammars=True,
             )
         )
 

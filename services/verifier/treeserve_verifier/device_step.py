@@ -15,6 +15,7 @@ from treeserve_engine.device_accept import Commit, TreeToAccept, accept_on_devic
 from treeserve_engine.interface import DeviceModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_verifier.executor import Accepted
+from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.step_plan import PlannedSequence
 
 AcceptOnHost = Callable[[PlannedSequence, npt.NDArray[np.float32]], Accepted]
@@ -35,7 +36,7 @@ def forward_on_device(
 
     Args:
         model: the runner's.
-        accept_on_host: accepts a tree from its logits on the host, by the rules that the device does not know.
+        accept_on_host: accepts a tree from its logits on the host, by rules and grammars that the device does not know.
         top_tokens: most probable tokens for each emitted one, of the sequences `top_tokens_for`.
     """
 
@@ -46,7 +47,7 @@ def forward_on_device(
     trees = {
         i: TreeToAccept(p.tree, p.sequence.sampler, p.sequence.stops_at, num_top(p))
         for i, p in enumerate(planned)
-        if p.tree is not None and is_replayed(p.sequence.sampler, p.sequence.submission.limits.acceptance)
+        if p.tree is not None and _is_accepted_there(p.sequence)
     }
     commits: dict[int, Commit] = {}
     if trees:
@@ -60,3 +61,8 @@ def forward_on_device(
         return lambda: accept_on_host(planned[i], logits[offsets[i] : offsets[i + 1]].cpu().numpy())
 
     return [commits.get(i) or on_host(i) for i in range(len(planned))]
+
+
+def _is_accepted_there(sequence: Sequence) -> bool:
+    """Whether the device knows all that chooses a sequence's tokens."""
+    return is_replayed(sequence.sampler, sequence.submission.limits.acceptance) and not sequence.sampler.is_constrained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import structlog
 from google.rpc import code_pb2
@@ -48,10 +49,11 @@ class DraftStream:
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         """A new sequence to draft for."""
         submission = sequence.submission
+        sampling = replace(submission.sampling, grammar=None)  # which speculators do not know
         self._assignments[handle] = verifier_pb2.Assignment(
             handle=handle,
             token_ids=sequence.tokens,
-            sampling=codec.sampling_to_proto(submission.sampling),
+            sampling=codec.sampling_to_proto(sampling),
             budget=budget,
             traceparent=submission.traceparent,
             prompt_tokens=sequence.prompt_len,
@@ -192,6 +194,8 @@ class DraftHandler:
         """Take each tree; refuse malformed, late and unknown ones, each for itself."""
         if (count := len(proposals.proposals)) > self._max_proposals:  # they would hold up the steps
             raise InvalidArgumentError("proposals", f"{count} in a frame; one for each sequence is expected")
+        # Those of a frame were drafted together, and each says how long that took.
+        self._loop.drafted(max((message.draft_us for message in proposals.proposals), default=0) / 1e6)
         rejections = verifier_pb2.Rejections()
         for message in proposals.proposals:
             try:

@@ -18,6 +18,7 @@ from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator, SpeculatorKind
 
 _NEVER = 2**31
+_MOST_FORCED = 32  # tokens that a grammar brings at a time
 _UNANSWERED = 32  # tokens after which an ask that stayed without answer is repeated
 
 
@@ -186,6 +187,10 @@ class DraftDesk:
             if seat.asks and (not seat.waits or len(sequence.tokens) - seat.told_len >= _UNANSWERED):
                 self._ask(seat)
 
+    def took(self, step_s: float, expected_s: float) -> None:
+        """A step without prompts took `step_s`, planning included, and should have taken `expected_s` for its rows."""
+        self._asking.took(step_s, expected_s)
+
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
         """Take a tree. Returns its sequence, or None if that ended in the meantime.
 
@@ -211,10 +216,17 @@ class DraftDesk:
         return sequence
 
     def tree(self, sequence: Sequence) -> TokenTree | None:
-        """The merged tree under the sequence's present root; None if no speculator has one."""
+        """The merged tree under the sequence's present root, with what its grammar forces; None if there is none."""
         offers = (seat.offer() for seat in self._seats.get(sequence, ()))
         trees = [tree for tree in offers if tree is not None]
+        if self.has_forced(sequence):
+            chain = [sequence.tokens[-1], *sequence.sampler.forced()[:_MOST_FORCED]]
+            trees.append(TokenTree.chain(chain, [0.0] * len(chain)))
         return merge(trees) if trees else None
+
+    def has_forced(self, sequence: Sequence) -> bool:
+        """Whether its grammar leaves no choice of the next token, and its request allows trees."""
+        return sequence in self._seats and bool(sequence.sampler.forced())
 
     def wait_until(self, sequences: SequenceOf[Sequence]) -> float:
         """Clock time until which a step that decodes these sequences should wait for trees; in the past for not.
@@ -252,6 +264,7 @@ class DraftDesk:
         seat.known = 0
         seat.asked_at = self._clock()
         seat.speculator.ask(seat.handle, seat.asked_at, len(new))
+        self._asking.asked(seat.speculator)
         self.asks += 1
 
     def _told(self, seat: Seat) -> None:

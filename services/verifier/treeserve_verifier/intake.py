@@ -9,13 +9,16 @@ from collections.abc import Callable
 from opentelemetry import trace
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.grammar import Grammar
 from treeserve_core.identity import ModelIdentity, check_tenant
 from treeserve_core.outcome import SpeculationStats
-from treeserve_core.sampling import check_token_ids
+from treeserve_core.sampling import check_combination, check_token_ids
 from treeserve_engine.accept import SequenceSampler
+from treeserve_engine.constraint import Constraint
 from treeserve_text.assembler import TextAssembler
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.grammars import Grammars
 from treeserve_verifier.sequence import Emission, Sequence, Submission
 from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.telemetry import context_from
@@ -44,16 +47,34 @@ class Intake:
         self._tracer = tracer
         self._fence = fence
         self._seq_ids = itertools.count(1)
+        self._grammars = Grammars(tokenizer)
 
-    def accept(self, submission: Submission, emit: Callable[[Emission], None]) -> Sequence:
+    async def constraint(self, grammar: Grammar) -> Constraint:
+        """What a grammar allows at the beginning of an output. Compiles it beside the event loop and the steps.
+
+        Raises:
+            InvalidArgumentError: if it has no meaning or allows no text.
+        """
+        return await self._grammars.matcher(grammar)
+
+    def close(self) -> None:
+        """Nothing more is taken in."""
+        self._grammars.close()
+
+    def accept(
+        self, submission: Submission, emit: Callable[[Emission], None], constraint: Constraint | None = None
+    ) -> Sequence:
         """A sequence that is ready to wait for its first step.
+
+        Args:
+            constraint: what its grammar allows at the beginning of the output, if it has one.
 
         Raises:
             InvalidArgumentError: if the submission does not fit the model or this verifier's context window.
             StaleEpochError: if a newer turn of its session was seen.
         """
         self._check(submission)
-        sampler = self._sampler(submission)
+        sampler = self._sampler(submission, constraint)
         watch = None
         if submission.stopping.stop_strings:
             watch = TextAssembler(self._tokenizer, submission.stopping.stop_strings)
@@ -76,7 +97,7 @@ class Intake:
         stats = SpeculationStats(acceptance=submission.limits.acceptance.rule)
         return Sequence(next(self._seq_ids), submission, emit, sampler, watch, tokens, stats, span=span)
 
-    def _sampler(self, submission: Submission) -> SequenceSampler:
+    def _sampler(self, submission: Submission, constraint: Constraint | None) -> SequenceSampler:
         try:
             sampler = SequenceSampler(
                 submission.sampling,
@@ -85,6 +106,7 @@ class Intake:
                 generated_token_ids=submission.generated_token_ids,
                 eos_token_ids=self._identity.eos_token_ids,
                 vocab_size=self._identity.vocab_size,
+                constraint=constraint,
             )
         except RuntimeError:  # tokens after the end
             raise InvalidArgumentError("generated_token_ids", "go on after the end of the generation") from None
@@ -104,6 +126,7 @@ class Intake:
             raise InvalidArgumentError("waited_ms", "must be a number of milliseconds")
         submission.sampling.check_vocab(self._identity.vocab_size)
         submission.stopping.check_vocab(self._identity.vocab_size)
+        check_combination(submission.sampling, submission.limits)
         total = len(submission.prompt_token_ids) + submission.stopping.max_tokens
         if total > self._config.max_context_tokens:
             raise InvalidArgumentError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 _SMOOTHING = 0.1
 _SIMILAR = 0.2
+_UNTOLD_S = 1.0  # of work, and of drafting
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Load:
         preemptible: running ones that a more urgent one may pause.
         step_ms: what a step takes, smoothed; 0 before the first.
         prefill_tokens_per_s: prompt tokens computed a second of the steps that compute any; 0 before the first.
+        work_s, drafting_s: as `WorkMeter` has them.
     """
 
     sequences: int
@@ -30,18 +32,24 @@ class Load:
     preemptible: int = 0
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    work_s: float = 0.0
+    drafting_s: float = 0.0
 
     def resembles(self, other: Load, few_blocks: int) -> bool:
-        """Whether nothing changed but a few blocks, and times by less than a fifth."""
+        """Whether nothing changed but a few blocks, times by less than a fifth, and sums by less than a second."""
         times = (self.step_ms, other.step_ms), (self.prefill_tokens_per_s, other.prefill_tokens_per_s)
+        sums = (self.work_s, other.work_s), (self.drafting_s, other.drafting_s)
         return (
             abs(self.free_blocks - other.free_blocks) <= few_blocks
+            and all(abs(a - b) < _UNTOLD_S for a, b in sums)
             and all(abs(a - b) <= _SIMILAR * max(a, b) for a, b in times)
             and replace(
                 self,
                 free_blocks=other.free_blocks,
                 step_ms=other.step_ms,
                 prefill_tokens_per_s=other.prefill_tokens_per_s,
+                work_s=other.work_s,
+                drafting_s=other.drafting_s,
             )
             == other
         )

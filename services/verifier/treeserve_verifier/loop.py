@@ -22,6 +22,7 @@ from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
 from treeserve_verifier.step_plan import Candidate, StepPlan
+from treeserve_verifier.work import WorkMeter
 
 _log = structlog.get_logger(__name__)
 
@@ -63,6 +64,7 @@ class VerifyLoop:
         self._metrics = metrics
         self._clock = clock
         self._speed = SpeedMeter()
+        self._work = WorkMeter(cost)
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._uncounted: list[ExecutedStep] = []
@@ -82,6 +84,8 @@ class VerifyLoop:
             preemptible=scheduler.preemptible,
             step_ms=self._speed.step_ms,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            work_s=self._work.work_s,
+            drafting_s=self._work.drafting_s,
         )
 
     def prices(self) -> Prices:
@@ -137,6 +141,10 @@ class VerifyLoop:
         if self._desk.propose(speculator, handle, proposal) is not None:
             self._changed.set()
 
+    def drafted(self, seconds: float) -> None:
+        """A speculator spent this time on trees for this verifier."""
+        self._work.drafted(seconds)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new sequences, let running ones end, and hand back those that are left."""
         self._draining = True
@@ -183,13 +191,22 @@ class VerifyLoop:
         if not is_plain or len(plan.sequences) < len(self._scheduler.running):
             return NO_PLAIN_RUN
         steps = min(self._desk.tokens_until_ask(p.sequence) for p in plan.sequences) - 1
-        return PlainRun(steps, lambda: not self._changed.is_set() and self._clock() < until)
+        constrained = [p.sequence for p in plan.sequences if p.sequence.sampler.is_constrained]
+
+        def may_go_on() -> bool:
+            in_time = not self._changed.is_set() and self._clock() < until
+            return in_time and not any(map(self._desk.has_forced, constrained))
+
+        return PlainRun(steps, may_go_on)
 
     def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
         plan = StepPlan(tuple(result.planned for result in step.results))
         if step.forward_ms:  # it did not fail
+            if not plan.prefill_rows:
+                self._desk.took(step_ms / 1e3, self._cost.step_ms(plan.rows) / 1e3)
             self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
             self._speed.observe(plan.prefill_rows, step_ms)
+            self._work.did(step.results, self._scheduler.capacity)
         node_cost = self._planner.node_cost(plan)
         for result in step.results:
             self._settle(result, node_cost)

@@ -42,6 +42,7 @@ from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
+from treeserve_wire.tls import Tls
 
 _log = structlog.get_logger(__name__)
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
@@ -143,7 +144,14 @@ def _check_memory(config: VerifierConfig, precision: Precision) -> None:
 class Verifier:
     """One running verifier. Built inside the event loop. Its context window is never wider than the model's."""
 
-    def __init__(self, config: VerifierConfig, engine: Engine, tracer: trace.Tracer, metrics: VerifierMetrics) -> None:
+    def __init__(
+        self,
+        config: VerifierConfig,
+        engine: Engine,
+        tracer: trace.Tracer,
+        metrics: VerifierMetrics,
+        tls: Tls | None,
+    ) -> None:
         window = engine.runner.model.config.max_position_embeddings
         config = replace(
             config,
@@ -184,11 +192,17 @@ class Verifier:
             config.emit_interval_ms / 1e3,
             build_colocated(config, engine.identity, metrics.registry),
         )
-        intake = Intake(config, engine.identity, engine.tokenizer, tracer, SessionFence(clock))
-        decode = DecodeHandler(config, engine.identity, self.loop, intake, self.blocks.total_blocks)
+        self._intake = Intake(config, engine.identity, engine.tokenizer, tracer, SessionFence(clock))
+        decode = DecodeHandler(config, engine.identity, self.loop, self._intake, self.blocks.total_blocks)
         draft = DraftHandler(config, engine.identity, self.loop, metrics)
         self.loop.observers.append(decode.update)
-        self.server = ServiceServer(config.listen, SERVICE_NAME, reflection=config.reflection)
+        self.server = ServiceServer(
+            config.listen,
+            SERVICE_NAME,
+            reflection=config.reflection,
+            tls=tls,
+            health_address=config.health_listen,
+        )
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(decode, draft), self.server.grpc)
         self._export(metrics, engine.divergence)
 
@@ -207,6 +221,7 @@ class Verifier:
         stopping.cancel()
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
+        self._intake.close()
         self._thread.shutdown()
         if not stepping.cancelled() and (error := stepping.exception()) is not None:
             raise error
@@ -258,8 +273,9 @@ class Verifier:
 async def run(config: VerifierConfig, stop: asyncio.Event) -> None:
     """Load the model, serve until `stop` is set, then drain."""
     tracer = setup_tracing("treeserve-verifier", config.otlp_endpoint)
+    tls = Tls.of(config.tls)
     engine = await asyncio.to_thread(load_engine, config)
-    verifier = Verifier(config, engine, tracer, VerifierMetrics())
+    verifier = Verifier(config, engine, tracer, VerifierMetrics(), tls)
     start_metrics(config.metrics_listen)
     await verifier.serve(stop)
 

@@ -56,7 +56,7 @@ class StepPlanner:
         share = (self._config.step_rows - running) // max(running, 1)
         if sequence.max_len - len(sequence.tokens) <= 1:  # the bonus token alone finishes it
             return 0
-        if self.prices(running).row > _MOST_OF_A_TOKEN:
+        if self.prices(running).row > _MOST_OF_A_TOKEN and self._cost.is_proved(2 * max(running, 1)):
             return 0
         # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
         pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES

@@ -87,6 +87,14 @@ class Scheduler:
         return max((now - s.wait.since for s in self._waiting if s.wait.since is not None), default=0.0)
 
     @property
+    def capacity(self) -> int:
+        """Sequences that can run at once: all places, or as many as KV is there for if all are like those that run."""
+        places = self._config.max_sequences + self._config.reserved_sequences
+        held = self._blocks.total_blocks - self._blocks.free_blocks
+        fitting = len(self._running) * self._blocks.total_blocks // held if held else places
+        return min(places, max(fitting, 1))
+
+    @property
     def free_blocks(self) -> int:
         """KV blocks that no sequence holds."""
         return self._blocks.free_blocks
@@ -142,7 +150,7 @@ class Scheduler:
                 count += 1
             for victim in victims[:count]:
                 self._pause(victim, now)
-            del pausable[:count]
+            pausable = [pair for pair in pausable if pair[1] not in victims[:count]]
             self.pauses += count
             self._start(sequence)
             admitted.append(sequence)

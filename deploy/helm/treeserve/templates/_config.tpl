@@ -8,10 +8,25 @@
 model_folder: {{ $values.model.path | quote }}
 model_name: {{ $values.model.name | quote }}
 listen: "0.0.0.0:{{ $ports.grpc }}"
-{{- if eq $role "router" }}
-http_listen: "0.0.0.0:{{ $ports.http }}"
-{{- else }}
-metrics_listen: "0.0.0.0:{{ $ports.metrics }}"
+{{- with $ports.http }}
+http_listen: "0.0.0.0:{{ . }}"
+{{- end }}
+{{- with $ports.metrics }}
+metrics_listen: "0.0.0.0:{{ . }}"
+{{- end }}
+{{- with $ports.health }}
+health_listen: "0.0.0.0:{{ . }}"
+{{- end }}
+{{- if $values.tls.secretName }}
+tls:
+  cert_file: /etc/treeserve-tls/tls.crt
+  key_file: /etc/treeserve-tls/tls.key
+  ca_file: /etc/treeserve-tls/ca.crt
+  # Verifiers are called by the addresses of their pods, which no certificate knows.
+  peer_name: {{ include "treeserve.fullname" $root }}-verifier.{{ $root.Release.Namespace }}.svc
+{{- end }}
+{{- if and (eq $role "router") $values.auth.keysSecretName }}
+api_keys_file: /etc/treeserve-api-keys/keys.yaml
 {{- end }}
 {{- if ne $role "verifier" }}
 # Every address behind the headless Service, looked up again from time to time.

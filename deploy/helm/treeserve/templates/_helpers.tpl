@@ -1,25 +1,31 @@
 {{/* Names, labels and the pieces that every pod shares. Called with the root context, or with a list (root, role). */}}
 
-{{/* What differs between the roles. The first port of each is gRPC and is probed; `scrape` names the port of /metrics.
+{{/* Not empty if callers have to prove who they are: then probes, KEDA and Prometheus get ports where nobody asks them. */}}
+{{- define "treeserve.secured" -}}
+{{- if or .Values.tls.secretName .Values.auth.keysSecretName }}secured{{ end }}
+{{- end }}
+
+{{/* What differs between the roles. Probes ask the port `health`, or `grpc` without one; `scrape` names that of /metrics.
 startupSeconds is how long a pod may take until it serves; a verifier loads a model in that time. */}}
 {{- define "treeserve.roles" -}}
+{{- $secured := include "treeserve.secured" . }}
 router:
   image: router
-  ports: { grpc: 50051, http: 8000 }
-  scrape: http
+  ports: { grpc: 50051, http: 8000{{ if $secured }}, health: 50050, metrics: 9101{{ end }} }
+  scrape: {{ if $secured }}metrics{{ else }}http{{ end }}
   startupSeconds: 120
   # New before old: a router is cheap and clients see every gap.
   rollingUpdate: { maxSurge: 1, maxUnavailable: 0 }
 verifier:
   image: engine
-  ports: { grpc: 50052, metrics: 9102 }
+  ports: { grpc: 50052, metrics: 9102{{ if $secured }}, health: 50050{{ end }} }
   scrape: metrics
   startupSeconds: 600
   # Old before new: there is seldom a spare accelerator.
   rollingUpdate: { maxSurge: 0, maxUnavailable: 1 }
 speculator:
   image: engine
-  ports: { grpc: 50053, metrics: 9103 }
+  ports: { grpc: 50053, metrics: 9103{{ if $secured }}, health: 50050{{ end }} }
   scrape: metrics
   startupSeconds: 300
   # A missing speculator costs speed only.
@@ -82,4 +88,31 @@ capabilities:
 {{/* The port of a URL such as redis://host:6379/0: list (url, default port). */}}
 {{- define "treeserve.urlPort" -}}
 {{- (index . 0 | urlParse).host | regexFind ":[0-9]+$" | trimPrefix ":" | default (index . 1 | toString) -}}
+{{- end }}
+
+{{/* How fast an autoscaler may go. */}}
+{{- define "treeserve.scalingBehavior" -}}
+# Slowly down: a new verifier takes minutes to load its model.
+scaleDown:
+  stabilizationWindowSeconds: 300
+  policies: [{ type: Pods, value: 1, periodSeconds: 60 }]
+{{- end }}
+
+{{/* Name of the router's port where KEDA asks: it brings no API key, so that of the probes where they have one. */}}
+{{- define "treeserve.scalerPort" -}}
+{{- $ports := (include "treeserve.roles" . | fromYaml).router.ports -}}
+{{- hasKey $ports "health" | ternary "health" "grpc" -}}
+{{- end }}
+
+{{- define "treeserve.scalerAddress" -}}
+{{- $port := index (include "treeserve.roles" . | fromYaml).router.ports (include "treeserve.scalerPort" .) -}}
+{{ include "treeserve.fullname" . }}-router.{{ .Release.Namespace }}.svc:{{ $port }}
+{{- end }}
+
+{{/* Not empty if KEDA scales any role. */}}
+{{- define "treeserve.asksKeda" -}}
+{{- range $role := keys (include "treeserve.roles" . | fromYaml) }}
+{{- $scaling := (index $.Values $role).autoscaling }}
+{{- if and $scaling.enabled $scaling.keda.enabled }}{{ $role }}{{ end }}
+{{- end }}
 {{- end }}

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treeserve/common/v1/common.proto\x12\x13treeserve.common.v1\"\x9a\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12J\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x36.treeserve.common.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x1a\n\rtop_log_probs\x18\n \x01(\rH\x03\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x10\n\x0e_top_log_probs\"|\n\x10StoppingCriteria\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\"\xe2\x01\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\x12\x37\n\nacceptance\x18\x03 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\x1c\n\x0ftypical_epsilon\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rtypical_delta\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x0e\n\x06preset\x18\x06 \x01(\tB\x12\n\x10_typical_epsilonB\x10\n\x0e_typical_delta\"j\n\x0cServiceLevel\x12\x38\n\rservice_class\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.ServiceClass\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x02\x12\x0f\n\x07tpot_ms\x18\x03 \x01(\x02\"2\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\"u\n\x10PositionLogProbs\x12\x31\n\x06\x63hosen\x18\x01 \x01(\x0b\x32!.treeserve.common.v1.TokenLogProb\x12.\n\x03top\x18\x02 \x03(\x0b\x32!.treeserve.common.v1.TokenLogProb\"\xa8\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_per_depth\x18\x04 \x03(\r\x12\x37\n\nacceptance\x18\x05 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\r\n\x05lossy\x18\x06 \x01(\x08\"{\n\rModelIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11padded_vocab_size\x18\x05 \x01(\r*\x8a\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_RULE_REPLAY\x10\x01\x12\x1e\n\x1a\x41\x43\x43\x45PTANCE_RULE_MULTI_STEP\x10\x02\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x03*\x9d\x01\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_CLASS_REALTIME\x10\x01\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x02\x12\x1a\n\x16SERVICE_CLASS_STANDARD\x10\x03\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treeserve/common/v1/common.proto\x12\x13treeserve.common.v1\"\xc9\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12J\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x36.treeserve.common.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x1a\n\rtop_log_probs\x18\n \x01(\rH\x03\x88\x01\x01\x12-\n\x07grammar\x18\x0b \x01(\x0b\x32\x1c.treeserve.common.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x10\n\x0e_top_log_probs\"\x8f\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12-\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x1b.treeserve.common.v1.ChoiceH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"|\n\x10StoppingCriteria\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\"\xe2\x01\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\x12\x37\n\nacceptance\x18\x03 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\x1c\n\x0ftypical_epsilon\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\rtypical_delta\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x0e\n\x06preset\x18\x06 \x01(\tB\x12\n\x10_typical_epsilonB\x10\n\x0e_typical_delta\"j\n\x0cServiceLevel\x12\x38\n\rservice_class\x18\x01 \x01(\x0e\x32!.treeserve.common.v1.ServiceClass\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x02\x12\x0f\n\x07tpot_ms\x18\x03 \x01(\x02\"2\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x02\"u\n\x10PositionLogProbs\x12\x31\n\x06\x63hosen\x18\x01 \x01(\x0b\x32!.treeserve.common.v1.TokenLogProb\x12.\n\x03top\x18\x02 \x03(\x0b\x32!.treeserve.common.v1.TokenLogProb\"\xa8\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_per_depth\x18\x04 \x03(\r\x12\x37\n\nacceptance\x18\x05 \x01(\x0e\x32#.treeserve.common.v1.AcceptanceRule\x12\r\n\x05lossy\x18\x06 \x01(\x08\"{\n\rModelIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11padded_vocab_size\x18\x05 \x01(\r*\x8a\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_RULE_REPLAY\x10\x01\x12\x1e\n\x1a\x41\x43\x43\x45PTANCE_RULE_MULTI_STEP\x10\x02\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x03*\x9d\x01\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_CLASS_REALTIME\x10\x01\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x02\x12\x1a\n\x16SERVICE_CLASS_STANDARD\x10\x03\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ACCEPTANCERULE']._serialized_start=1401
-  _globals['_ACCEPTANCERULE']._serialized_end=1539
-  _globals['_SERVICECLASS']._serialized_start=1542
-  _globals['_SERVICECLASS']._serialized_end=1699
-  _globals['_FINISHREASON']._serialized_start=1701
-  _globals['_FINISHREASON']._serialized_end=1825
+  _globals['_ACCEPTANCERULE']._serialized_start=1619
+  _globals['_ACCEPTANCERULE']._serialized_end=1757
+  _globals['_SERVICECLASS']._serialized_start=1760
+  _globals['_SERVICECLASS']._serialized_end=1917
+  _globals['_FINISHREASON']._serialized_start=1919
+  _globals['_FINISHREASON']._serialized_end=2043
   _globals['_SAMPLINGPARAMETERS']._serialized_start=58
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=468
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=360
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=408
-  _globals['_STOPPINGCRITERIA']._serialized_start=470
-  _globals['_STOPPINGCRITERIA']._serialized_end=594
-  _globals['_SPECULATIONOPTIONS']._serialized_start=597
-  _globals['_SPECULATIONOPTIONS']._serialized_end=823
-  _globals['_SERVICELEVEL']._serialized_start=825
-  _globals['_SERVICELEVEL']._serialized_end=931
-  _globals['_TOKENLOGPROB']._serialized_start=933
-  _globals['_TOKENLOGPROB']._serialized_end=983
-  _globals['_POSITIONLOGPROBS']._serialized_start=985
-  _globals['_POSITIONLOGPROBS']._serialized_end=1102
-  _globals['_SPECULATIONSTATS']._serialized_start=1105
-  _globals['_SPECULATIONSTATS']._serialized_end=1273
-  _globals['_MODELIDENTITY']._serialized_start=1275
-  _globals['_MODELIDENTITY']._serialized_end=1398
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=515
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=407
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=455
+  _globals['_GRAMMAR']._serialized_start=518
+  _globals['_GRAMMAR']._serialized_end=661
+  _globals['_CHOICE']._serialized_start=663
+  _globals['_CHOICE']._serialized_end=686
+  _globals['_STOPPINGCRITERIA']._serialized_start=688
+  _globals['_STOPPINGCRITERIA']._serialized_end=812
+  _globals['_SPECULATIONOPTIONS']._serialized_start=815
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1041
+  _globals['_SERVICELEVEL']._serialized_start=1043
+  _globals['_SERVICELEVEL']._serialized_end=1149
+  _globals['_TOKENLOGPROB']._serialized_start=1151
+  _globals['_TOKENLOGPROB']._serialized_end=1201
+  _globals['_POSITIONLOGPROBS']._serialized_start=1203
+  _globals['_POSITIONLOGPROBS']._serialized_end=1320
+  _globals['_SPECULATIONSTATS']._serialized_start=1323
+  _globals['_SPECULATIONSTATS']._serialized_end=1491
+  _globals['_MODELIDENTITY']._serialized_start=1493
+  _globals['_MODELIDENTITY']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

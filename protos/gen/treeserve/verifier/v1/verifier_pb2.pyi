@@ -72,6 +72,7 @@ class DecodeWelcome(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol: 1."""
     verifier_id: _builtins.str
@@ -84,6 +85,8 @@ class DecodeWelcome(_message.Message):
     """Element type of the weights."""
     block_size: _builtins.int
     """Tokens in a KV block: prefixes are reused by whole blocks. 0 if this verifier reuses none."""
+    grammars: _builtins.bool
+    """It keeps to sampling.grammar. A router submits no sequence with a grammar where this is not set."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
         """The model it serves."""
@@ -103,10 +106,11 @@ class DecodeWelcome(_message.Message):
         dtype: _builtins.str = ...,
         acceptance_rules: _abc.Iterable[_common_pb2.AcceptanceRule.ValueType] | None = ...,
         block_size: _builtins.int = ...,
+        grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "block_size", b"block_size", "dtype", b"dtype", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "block_size", b"block_size", "dtype", b"dtype", "grammars", b"grammars", "max_context_tokens", b"max_context_tokens", "max_sequences", b"max_sequences", "model", b"model", "protocol_version", b"protocol_version", "verifier_id", b"verifier_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,6 +445,8 @@ class LoadReport(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    WORK_S_FIELD_NUMBER: _builtins.int
+    DRAFTING_S_FIELD_NUMBER: _builtins.int
     sequences: _builtins.int
     """Sequences held."""
     free_blocks: _builtins.int
@@ -459,6 +465,10 @@ class LoadReport(_message.Message):
     """What a step takes at present, milliseconds, smoothed; 0 before the first."""
     prefill_tokens_per_s: _builtins.float
     """Prompt tokens computed a second of the steps that compute any; 0 before the first."""
+    work_s: _builtins.float
+    """Work done since it started: the seconds it would have taken while as full as promises allow. Unset if not counted."""
+    drafting_s: _builtins.float
+    """Time that speculators spent on its trees since it started, seconds. Unset if not counted."""
     def __init__(
         self,
         *,
@@ -471,12 +481,21 @@ class LoadReport(_message.Message):
         preemptible: _builtins.int = ...,
         step_ms: _builtins.float = ...,
         prefill_tokens_per_s: _builtins.float = ...,
+        work_s: _builtins.float | None = ...,
+        drafting_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting_s", b"_drafting_s", "_work_s", b"_work_s", "drafting_s", b"drafting_s", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "preemptible", b"preemptible", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sequences", b"sequences", "speculators", b"speculators", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting_s", b"_drafting_s", "_work_s", b"_work_s", "drafting_s", b"drafting_s", "draining", b"draining", "free_blocks", b"free_blocks", "preemptible", b"preemptible", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sequences", b"sequences", "speculators", b"speculators", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drafting_s: _TypeAlias = _typing.Literal["drafting_s"]  # noqa: Y015
+    _WhichOneofArgType__drafting_s: _TypeAlias = _typing.Literal["_drafting_s", b"_drafting_s"]  # noqa: Y015
+    _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
+    _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafting_s) -> _WhichOneofReturnType__drafting_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__work_s) -> _WhichOneofReturnType__work_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

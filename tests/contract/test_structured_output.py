@@ -1,0 +1,381 @@
+"""Structured output end to end: what clients say becomes a grammar, and a verifier keeps to it whatever is drafted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
+from support.router_requests import detail, refusal, request
+from support.router_rig import RouterRig, running_router
+from support.tree_shapes import SHAPES
+from support.verifier_peers import Output, RouterPeer, RunningVerifier, SpeculatorPeer, running_verifier
+
+from treeserve.common.v1 import common_pb2 as common
+from treeserve_client import Client, InvalidArgument
+from treeserve_client.request import build_request
+from treeserve_core.grammar import Grammar, GrammarKind
+from treeserve_core.tree import TokenTree
+from treeserve_text.grammar import GrammarCompiler
+from treeserve_text.tokenizer import Tokenizer
+from treeserve_wire.grammar_codec import grammar_from_proto, grammar_to_proto
+
+PROMPT = [10, 20, 30, 40, 50]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "kind": {"enum": ["the quick fox", "the lazy dog"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+JSON = common.Grammar(json_schema=json.dumps(SCHEMA))
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3, "logit_bias": {7: 3.0}},
+]
+
+
+def text_of(running: RunningVerifier, output: Output) -> str:
+    return running.engine.tokenizer.decode(output.token_ids)
+
+
+def is_of_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        set(value) == {"name", "kind"}
+        and len(value["name"]) <= 5
+        and value["kind"] in ("the quick fox", "the lazy dog")
+    )
+
+
+def error_of(output: Output) -> tuple[int, str]:
+    """Code and field of the refusal it ended in."""
+    assert output.end is not None and output.end.HasField("status")
+    for packed in output.end.status.details:
+        bad = error_details_pb2.BadRequest()
+        if packed.Unpack(bad):
+            return output.end.status.code, bad.field_violations[0].field
+    return output.end.status.code, ""
+
+
+class TestVerifier:
+    @pytest.mark.parametrize("shape", SHAPES)
+    async def test_trees_change_nothing(self, running: RunningVerifier, shape: str) -> None:
+        requests = [{**v, "seed": seed, "grammar": JSON, "top_log_probs": 2} for seed, v in enumerate(VARIANTS * 2)]
+        truth: dict[int, list[int]] = {}
+        rng = random.Random(5)
+
+        def draft(tokens: list[int], budget: int, seed: int) -> TokenTree | None:
+            vocab = running.engine.identity.vocab_size
+            return SHAPES[shape](tokens[-1], truth[seed][len(tokens) :], budget, vocab, rng)
+
+        async with RouterPeer(running.address) as router:
+            plain = await asyncio.gather(
+                *(router.generate(h, [*PROMPT, h], max_tokens=80, speculate=False, **r) for h, r in enumerate(requests))
+            )
+            truth |= {h: [*PROMPT, h, *output.token_ids] for h, output in enumerate(plain)}
+            async with SpeculatorPeer(running, draft) as speculator:
+                drafted = await asyncio.gather(
+                    *(router.generate(100 + h, [*PROMPT, h], max_tokens=80, **r) for h, r in enumerate(requests))
+                )
+        whole = 0
+        for before, after in zip(plain, drafted, strict=True):
+            assert (after.token_ids, after.log_probs) == (before.token_ids, before.log_probs)
+            assert before.end is not None and after.end is not None and after.end.reason == before.end.reason
+            if before.end.reason == common.FINISH_REASON_STOP:
+                assert is_of_schema(text_of(running, before))
+                whole += 1
+        assert whole >= 4
+        accepted = sum(output.end.speculation.accepted for output in drafted if output.end is not None)
+        assert accepted > 10 or shape == "misleading"
+        assert not any(assignment.sampling.HasField("grammar") for assignment in speculator.assignments)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    async def test_what_a_grammar_forces_needs_no_speculator_and_no_step(
+        self, running: RunningVerifier, variant: dict[str, Any]
+    ) -> None:
+        async with RouterPeer(running.address) as router:
+            plain = await router.generate(1, PROMPT, max_tokens=80, speculate=False, grammar=JSON, **variant)
+            forced = await router.generate(2, PROMPT, max_tokens=80, grammar=JSON, **variant)
+        assert forced.token_ids == plain.token_ids
+        assert plain.end is not None and forced.end is not None
+        assert plain.end.speculation.steps == len(plain.token_ids)
+        stats = forced.end.speculation
+        assert stats.accepted == stats.drafted > 5, "what is forced is accepted"
+        assert stats.steps == len(forced.token_ids) - stats.accepted
+
+    @pytest.mark.parametrize("variant", VARIANTS[:2])
+    async def test_another_verifier_goes_on_with_the_same_tokens(
+        self, running: RunningVerifier, tiny_model: Path, tmp_path: Path, variant: dict[str, Any]
+    ) -> None:
+        options = {**variant, "grammar": JSON, "max_tokens": 80, "seed": 3}
+        (tmp_path / "other").mkdir()
+        async with (
+            running_verifier(tiny_model, tmp_path / "other") as other,
+            RouterPeer(running.address) as router,
+            RouterPeer(other.address) as second,
+        ):
+            full = (await router.generate(1, PROMPT, **options)).token_ids
+            assert len(full) > 8
+            for cut in range(1, len(full), 3):
+                rest = await second.generate(cut, PROMPT, generated=full[:cut], **options)
+                assert rest.token_ids == full[cut:], cut
+
+    async def test_preemption_keeps_the_place(self, tiny_model: Path, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"grammar": JSON, "max_tokens": 60, "temperature": 1.0}
+        async with (
+            running_verifier(tiny_model, tmp_path, kv_tokens=192, block_size=4, max_context_tokens=96) as small,
+            RouterPeer(small.address) as router,
+        ):
+            alone = [await router.generate(h, [*PROMPT, h], seed=h, **options) for h in range(6)]
+            together = await asyncio.gather(
+                *(router.generate(10 + h, [*PROMPT, h], seed=h, **options) for h in range(6))
+            )
+            assert small.metric("treeserve_verifier_preemptions_total") > 0
+        assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+    @pytest.mark.parametrize(
+        ("grammar", "field"),
+        [
+            (common.Grammar(), "sampling.grammar"),
+            (common.Grammar(json_object=False), "sampling.grammar.json_object"),
+            (common.Grammar(regex="(a"), "sampling.grammar.regex"),
+            (common.Grammar(regex="a" * 70_000), "sampling.grammar.regex"),
+            (common.Grammar(lark="start: nothing"), "sampling.grammar.lark"),
+            (common.Grammar(json_schema="[]"), "sampling.grammar.json_schema"),
+            (common.Grammar(json_schema='{"multipleOf": 9999991}'), "sampling.grammar.json_schema"),
+            (common.Grammar(choice=common.Choice()), "sampling.grammar.choice"),
+        ],
+    )
+    async def test_what_means_nothing_harms_nobody_else(
+        self, running: RunningVerifier, grammar: common.Grammar, field: str
+    ) -> None:
+        async with RouterPeer(running.address) as router:
+            other = await router.submit(1, PROMPT)
+            refused = await router.generate(2, PROMPT, grammar=grammar)
+            await asyncio.wait_for(other.finished.wait(), 30)
+        assert error_of(refused) == (code_pb2.INVALID_ARGUMENT, field)
+        assert len(other.token_ids) == 24
+
+    async def test_output_that_is_not_the_grammars_is_refused(self, running: RunningVerifier) -> None:
+        async with RouterPeer(running.address) as router:
+            refused = await router.generate(1, PROMPT, generated=[40, 41], grammar=common.Grammar(regex="x+"))
+        assert error_of(refused) == (code_pb2.INVALID_ARGUMENT, "sampling.grammar.regex")
+
+    async def test_a_grammar_may_begin_in_the_first_step_of_many(self, running: RunningVerifier) -> None:
+        """One with a grammar joins a batch of others: it alone keeps to it, from its first token on."""
+        async with RouterPeer(running.address) as router:
+            others = [await router.submit(h, [*PROMPT, h], max_tokens=40) for h in range(4)]
+            chosen = await router.generate(
+                9, PROMPT, grammar=common.Grammar(choice=common.Choice(texts=["fox", "dog"]))
+            )
+            await asyncio.wait_for(asyncio.gather(*(o.finished.wait() for o in others)), 30)
+            alone = [await router.generate(20 + h, [*PROMPT, h], max_tokens=40) for h in range(4)]
+        assert text_of(running, chosen) in ("fox", "dog")
+        assert chosen.end is not None and chosen.end.reason == common.FINISH_REASON_STOP
+        assert [o.token_ids for o in others] == [o.token_ids for o in alone]
+
+    async def test_a_slow_compile_holds_up_nobody_and_may_be_cancelled(
+        self, running: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compile_it = GrammarCompiler.matcher
+
+        def slowly(self: GrammarCompiler, grammar: Grammar) -> Any:
+            time.sleep(1.0)
+            return compile_it(self, grammar)
+
+        monkeypatch.setattr(GrammarCompiler, "matcher", slowly)
+        async with RouterPeer(running.address) as router:
+            waiting = await router.submit(1, PROMPT, grammar=JSON)
+            dropped = await router.submit(2, PROMPT, grammar=JSON)
+            other = await router.generate(3, PROMPT)
+            assert len(other.token_ids) == 24 and not waiting.token_ids
+            await router.send(cancel={"handles": [2]})
+            await asyncio.wait_for(waiting.finished.wait(), 30)
+            assert waiting.token_ids and not dropped.token_ids
+            again = await router.generate(2, PROMPT, grammar=JSON)
+            assert again.token_ids == waiting.token_ids
+            await router.submit(4, PROMPT, grammar=JSON)  # the stream closes meanwhile
+
+    async def test_a_stop_string_ends_it_before_the_grammar_does(self, running: RunningVerifier) -> None:
+        async with RouterPeer(running.address) as router:
+            output = await router.generate(1, PROMPT, grammar=JSON, stopping={"stop_strings": ["name"]}, max_tokens=80)
+        assert output.end is not None and output.end.stop_string == "name"
+        assert text_of(running, output).endswith("name")
+
+
+KINDS = {
+    "json_schema": common.Grammar(json_schema=json.dumps(SCHEMA)),
+    "json_object": common.Grammar(json_object=True),
+    "regex": common.Grammar(regex="[a-z]+"),
+    "lark": common.Grammar(lark='start: "a"+'),
+    "choice": common.Grammar(choice=common.Choice(texts=["a", "b"])),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grammars_survive_the_wire(kind: str) -> None:
+    assert grammar_to_proto(grammar_from_proto(KINDS[kind])) == KINDS[kind]
+    assert grammar_from_proto(KINDS[kind]).kind == GrammarKind(kind)
+
+
+class TestRouter:
+    @pytest.fixture
+    def verifier(self, tokenizer: Tokenizer, tmp_path: Path) -> FakeVerifier:
+        return FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250), grammars=True)
+
+    @pytest.fixture
+    async def http(self, rig: RouterRig) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(base_url=f"http://{rig.http}", trust_env=False) as client:
+            yield client
+
+    @pytest.mark.parametrize("kind", KINDS)
+    async def test_a_grammar_goes_to_the_verifier(self, rig: RouterRig, verifier: FakeVerifier, kind: str) -> None:
+        await rig.generate(request(sampling=common.SamplingParameters(grammar=KINDS[kind])))
+        assert verifier.submits[0].sampling.grammar == KINDS[kind]
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({"response_format": {"type": "json_object"}}, KINDS["json_object"]),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+                KINDS["json_schema"],
+            ),
+            ({"structured_outputs": {"json": SCHEMA}}, KINDS["json_schema"]),
+            ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, KINDS["json_schema"]),
+            ({"structured_outputs": {"json_object": True}}, KINDS["json_object"]),
+            ({"structured_outputs": {"regex": "[a-z]+", "choice": None}}, KINDS["regex"]),
+            ({"structured_outputs": {"grammar": 'start: "a"+'}}, KINDS["lark"]),
+            ({"structured_outputs": {"choice": ["a", "b"]}}, KINDS["choice"]),
+            ({"response_format": {"type": "text"}}, None),
+        ],
+    )
+    async def test_openais_and_vllms_forms(
+        self, http: httpx.AsyncClient, verifier: FakeVerifier, fields: dict[str, Any], expected: common.Grammar | None
+    ) -> None:
+        body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 4, **fields}
+        response = await http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        sampling = verifier.submits[0].sampling
+        assert (sampling.grammar if sampling.HasField("grammar") else None) == expected
+
+    async def test_completions_know_the_extension_too(self, http: httpx.AsyncClient, verifier: FakeVerifier) -> None:
+        body = {"prompt": "one", "structured_outputs": {"regex": "[a-z]+"}}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert verifier.submits[0].sampling.grammar == KINDS["regex"]
+        body = {"prompt": "one", "response_format": {"type": "json_object"}}
+        assert (await http.post("/v1/completions", json=body)).json()["error"]["param"] == "response_format"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            (
+                {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+                "response_format.json_schema",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+                "response_format.json_schema.name",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
+                "grammar.json_schema",
+            ),
+            ({"structured_outputs": {}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "(a"}}, "grammar.regex"),
+            ({"structured_outputs": {"surprise": 1}}, "structured_outputs.surprise"),
+            ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+            (
+                {"structured_outputs": {"regex": "a"}, "temperature": 1, "speculation": {"acceptance": "typical"}},
+                "grammar",
+            ),
+        ],
+    )
+    async def test_http_refusals_name_the_field(
+        self, http: httpx.AsyncClient, verifier: FakeVerifier, fields: dict[str, Any], param: str
+    ) -> None:
+        body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 4, **fields}
+        response = await http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert not verifier.submits
+
+    @pytest.mark.parametrize(
+        ("grammar", "field"),
+        [
+            (common.Grammar(regex="(a"), "sampling.grammar.regex"),
+            (common.Grammar(regex="a" * 70_000), "sampling.grammar.regex"),
+            (common.Grammar(json_schema='{"type": "y"}'), "sampling.grammar.json_schema"),
+            (common.Grammar(), "sampling.grammar"),
+        ],
+    )
+    async def test_grpc_refusals_name_the_field(
+        self, rig: RouterRig, verifier: FakeVerifier, grammar: common.Grammar, field: str
+    ) -> None:
+        sampling = common.SamplingParameters(grammar=grammar)
+        error = await refusal(rig.stub.Generate(request(sampling=sampling)))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert detail(error, error_details_pb2.BadRequest()).field_violations[0].field == field
+        assert not verifier.submits
+
+    async def test_verifiers_that_know_no_grammars_get_none(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        old = FakeVerifier(tokenizer, f"unix:{tmp_path}/a.sock", pseudo_random(2, 250))
+        new = FakeVerifier(tokenizer, f"unix:{tmp_path}/b.sock", pseudo_random(2, 250), grammars=True)
+        constrained = request(sampling=common.SamplingParameters(grammar=KINDS["regex"]))
+        async with (
+            fake_verifiers(old, new),
+            running_router(tmp_path, tokenizer, [old, new], verifier_wait_s=0.5) as rig,
+        ):
+            await rig.connected(2)
+            for _ in range(4):
+                await rig.generate(constrained)
+            assert (len(old.submits), len(new.submits)) == (0, 4)
+            await new.kill()
+            await rig.connected(1)
+            assert (await refusal(rig.stub.Generate(constrained))).code() == grpc.StatusCode.UNAVAILABLE
+            await rig.generate(request())
+
+
+class TestClient:
+    @pytest.mark.parametrize(
+        ("params", "expected"),
+        [
+            ({"json_schema": SCHEMA}, KINDS["json_schema"]),
+            ({"json_schema": json.dumps(SCHEMA)}, KINDS["json_schema"]),
+            ({"json_object": True}, KINDS["json_object"]),
+            ({"regex": "[a-z]+"}, KINDS["regex"]),
+            ({"lark": 'start: "a"+', "json_object": False}, KINDS["lark"]),
+            ({"choice": ["a", "b"]}, KINDS["choice"]),
+        ],
+    )
+    def test_parameters_make_a_grammar(self, params: Any, expected: common.Grammar) -> None:
+        assert build_request({"prompt": "x", **params}).sampling.grammar == expected
+
+    def test_no_parameter_makes_none(self) -> None:
+        assert not build_request({"prompt": "x", "json_object": False}).sampling.HasField("grammar")
+
+    def test_two_are_one_too_many(self) -> None:
+        with pytest.raises(InvalidArgument, match=r"sampling\.grammar"):
+            build_request({"prompt": "x", "regex": "a", "choice": ["b"]})
+
+    async def test_a_refusal_reaches_the_caller(self, rig: RouterRig) -> None:
+        def call() -> None:
+            with Client(rig.grpc) as client:
+                client.complete(prompt="x", regex="(a")
+
+        with pytest.raises(InvalidArgument, match=r"sampling\.grammar\.regex"):
+            await asyncio.to_thread(call)
