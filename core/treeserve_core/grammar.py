@@ -68,7 +68,7 @@ class Grammar:
     def _check_schema(self) -> None:
         try:
             schema = json.loads(self.texts[0], parse_float=Decimal, parse_constant=_no_number)
-        except (ValueError, RecursionError):
+        except (ValueError, ArithmeticError, RecursionError):
             raise self.error("is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
             raise self.error("must be a JSON object")

@@ -28,9 +28,10 @@ from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve_router import auth
 from treeserve_router.admission import tenant_label
 from treeserve_router.auth import ApiKey, digest_of, file_line, new_key
-from treeserve_router.front_door import OPEN_PATHS, OPEN_RPCS
 
 TENANT, CLASS = "x-tenant", "x-class"
+# What everybody may call.
+OPEN_RPCS, OPEN_PATHS = "/grpc.health.v1.Health/", ("/healthz", "/readyz")
 Metadata = Sequence[tuple[str, str]]
 
 

@@ -110,7 +110,8 @@ RETRY.retry_delay.FromMilliseconds(1500)
         (grpc.StatusCode.CANCELLED, [], sdk.Cancelled, {}),
         (grpc.StatusCode.INTERNAL, [], sdk.Internal, {}),
         (grpc.StatusCode.PERMISSION_DENIED, [], sdk.PermissionDenied, {}),
-        (grpc.StatusCode.UNAUTHENTICATED, [], sdk.TreeserveClientError, {}),
+        (grpc.StatusCode.UNAUTHENTICATED, [], sdk.Unauthenticated, {}),
+        (grpc.StatusCode.DATA_LOSS, [], sdk.TreeserveClientError, {}),
     ],
 )
 def test_errors_are_typed(

@@ -22,6 +22,7 @@ from treeserve_core.errors import (
     StaleBaseError,
     StaleEpochError,
     TreeserveError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from treeserve_wire.channel import open_channel
@@ -37,6 +38,7 @@ ERRORS: Mapping[str, tuple[Exception, grpc.StatusCode]] = {
     "missing": (NotFoundError("no model 'x'"), grpc.StatusCode.NOT_FOUND),
     "full": (OverloadedError("queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
     "quota": (OverloadedError("too much", 1.0, "quota_tokens"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "unknown": (UnauthenticatedError("an API key is needed"), grpc.StatusCode.UNAUTHENTICATED),
     "denied": (PermissionDeniedError("realtime is not due"), grpc.StatusCode.PERMISSION_DENIED),
     "handed_back": (HandedBackError("draining"), grpc.StatusCode.UNAVAILABLE),
     "away": (UnavailableError("no verifier é"), grpc.StatusCode.UNAVAILABLE),

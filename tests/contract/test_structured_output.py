@@ -24,7 +24,10 @@ from treeserve.common.v1 import common_pb2 as common
 from treeserve_client import Client, InvalidArgument
 from treeserve_client.request import build_request
 from treeserve_core.grammar import Grammar, GrammarKind
+from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_core.tree import TokenTree
+from treeserve_router.admission import RouterRequest
+from treeserve_router.journal_record import parse_record, request_fields
 from treeserve_text.grammar import GrammarCompiler
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.grammar_codec import grammar_from_proto, grammar_to_proto
@@ -227,6 +230,13 @@ KINDS = {
 def test_grammars_survive_the_wire(kind: str) -> None:
     assert grammar_to_proto(grammar_from_proto(KINDS[kind])) == KINDS[kind]
     assert grammar_from_proto(KINDS[kind]).kind == GrammarKind(kind)
+
+
+def test_the_journal_keeps_it() -> None:
+    sampling = SamplingParams(seed=1, grammar=grammar_from_proto(JSON))
+    kept = RouterRequest("r", (1, 2), (), sampling, StoppingCriteria(max_tokens=9), SequenceLimits())
+    entry = parse_record(request_fields(kept))
+    assert entry is not None and entry.request.sampling == sampling
 
 
 class TestRouter:

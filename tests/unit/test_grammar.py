@@ -210,6 +210,7 @@ def test_most_is_refused_without_a_vocabulary(kind: GrammarKind, texts: tuple[st
         (GrammarKind.JSON_SCHEMA, ('{"multipleOf": 0.9999991}',)),
         (GrammarKind.JSON_SCHEMA, ('{"multipleOf": 1e99}',)),
         (GrammarKind.JSON_SCHEMA, ('{"multipleOf": 1e999999999}',)),
+        (GrammarKind.JSON_SCHEMA, ('{"minimum": 1e9999999999999999999999}',)),
         (GrammarKind.JSON_SCHEMA, ('{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}',)),
     ],
 )
@@ -238,6 +239,8 @@ def test_ordinary_multiples_pass() -> None:
         (GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 9973})),
         (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "^x{1000000}$"})),
         (GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"e{i}" for i in range(4000)]})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "minItems": 10**6, "items": {"type": "integer"}})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "minLength": 10**6, "maxLength": 10**9})),
         (GrammarKind.JSON_SCHEMA, json.dumps({"const": "the quick brown fox " * 3000})),
         (CHOICE, "the quick brown fox " * 3000),
         (
