@@ -182,11 +182,11 @@ def test_what_drafts_here_must_pay_for_each_sequence() -> None:
     there, _ = bench.attach("ssm")
     for speculator in (here, there):
         speculator.latency_s = speculator.tree_s = 0.0008
-        speculator.saves = 0.25
+        speculator.saves = 0.5
     for _ in range(4):
         bench.open(make_sequence())
     assert (bench.eager(here), bench.eager(there)) == (0, 4), (
-        "0.25 tokens of 4 ms are worth 1 ms, of which it takes 0.8 each time"
+        "0.5 tokens at half of 4 ms are worth 1 ms, of which it takes 0.8 each time"
     )
 
 
@@ -194,55 +194,11 @@ def test_asking_for_several_at_once_pays_where_it_does_not_for_one() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
     speculator.latency_s = speculator.tree_s = 0.002
-    speculator.saves = 0.35
+    speculator.saves = 0.7
     sequences = [bench.open(make_sequence()) for _ in range(2)]
     assert bench.eager(speculator) == 0
     sequences += [bench.open(make_sequence()) for _ in range(2)]
     assert bench.eager(speculator) == 4
-
-
-@pytest.mark.parametrize(("slower_s", "pays"), [(0.0, True), (0.0036, False)])
-def test_who_takes_from_the_step_more_than_its_trees_save_is_not_asked(slower_s: float, pays: bool) -> None:
-    """Trees come soon and save a token each; but where no core is spare, steps beside them take longer."""
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    sequence = bench.open(make_sequence(max_tokens=5000))
-    asked = []
-    for position in range(2000):
-        drafts = bool(speculator.asked)
-        if drafts:
-            bench.now += 0.0005
-            tree = TokenTree.chain((sequence.tokens[-1], 500 + position))
-            bench.desk.propose(speculator, 1, DraftProposal(len(sequence.tokens), tree))
-        bench.waits(sequence)
-        step_s = 0.004 + slower_s * drafts
-        bench.now += step_s
-        bench.desk.took(step_s, 0.004)
-        bench.advance(sequence, *(500 + position, 5000 + position) if drafts else (5000 + position,))
-        asked.append(drafts)
-    if pays:
-        assert all(asked[1:]) and speculator.slows_s == 0.0
-    else:
-        assert speculator.slows_s == pytest.approx(slower_s, rel=0.2)
-        assert 0.0 < sum(asked[1000:]) * slower_s <= 0.01 * 0.004 * 1000, "it is tried, in a hundredth of the time"
-
-
-def test_what_slows_all_steps_is_nobodys_fault() -> None:
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    sequence = bench.open(make_sequence(max_tokens=5000))
-    asked = 0
-    for position in range(300):
-        if speculator.asked:
-            bench.desk.propose(speculator, 1, chain(sequence, 77))
-        if position % 4 == 0:
-            speculator.probe_at = 0.0
-        bench.waits(sequence)
-        bench.now += 0.006
-        bench.desk.took(0.006, 0.004)
-        bench.advance(sequence, 500 + position)
-        asked += bool(speculator.asked)
-    assert asked > 50 and speculator.slows_s < 0.0005
 
 
 def test_a_fresh_sequence_is_not_even_read_where_trees_do_not_pay() -> None:

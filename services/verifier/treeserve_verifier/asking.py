@@ -14,8 +14,8 @@ from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import Speculator
 
 WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
+_SHARED = 0.5  # of a token's time, while other sequences are open; a guess
 _PROBE_SHARE = 0.01  # of all time, for asking where trees are not expected to pay
-_PLAIN_SMOOTHING = 0.05
 _LOOK_S = 0.2  # how often it is looked at again whether nodes may be asked for at all
 
 
@@ -24,21 +24,20 @@ class Asking:
 
     Of all sequences that a speculator drafts for, those that save most together,
 
-        sum over them of gain_s - 1.5 * what asking for all of them takes - slows_s,
+        sum over them of gain_s - 1.5 * what asking for all of them takes,
         gain_s = token_s * saves - 1.5 * part * what reading the tokens that were not told yet takes,
 
-    are asked for at every step. `part` is the share of a tree in the tokens that may still follow,
-    (1 + saves) / tokens; `slows_s` is how much longer steps take for which the speculator was asked, beyond what their
-    rows explain, than steps for which nobody was. All others cost nothing: their speculator is told nothing and no top
-    tokens or features are kept for it.
+    are asked for at every step. `token_s` counts half while other sequences are open; `part` is the share of a tree in
+    the tokens that may still follow, (1 + saves) / tokens. All others cost nothing: their speculator is told nothing
+    and no top tokens or features are kept for it.
 
-    What their trees would save is learned in two ways. In turn, one of them is asked for after all, so seldom that what
-    these trees cost by the same count is a hundredth of the time, over all speculators. And where a sequence repeats an
+    What their trees would save is learned in two ways. In turn, one of them is asked for after all, so seldom that 1.5
+    times what these trees take is a hundredth of the time, over all speculators. And where a sequence repeats an
     earlier passage, which is seen without asking (`Echo`), its quickest speculator's tree is expected to save as many
     tokens as were repeated, less what their rows cost.
 
     It owns of a seat whether it is asked and for how many nodes (`budget`, `eager`, `probed`) and what its trees are
-    worth (`pace`), of a speculator `saves`, `slows_s` and `probe_at`.
+    worth (`pace`), of a speculator `saves` and `probe_at`.
 
     Args:
         speculators: those attached; the draft desk keeps the list.
@@ -62,8 +61,6 @@ class Asking:
         self._budget_of = budget_of
         self._prices = prices
         self._echoes: dict[Sequence, Echo] = {}
-        self._asked: set[Speculator] = set()  # since the latest step
-        self._plain_s = 0.0  # what steps take beyond what their rows explain if nobody was asked
         self.present = Prices(0.0, 0.0)
 
     def opened(self, sequence: Sequence) -> None:
@@ -89,21 +86,6 @@ class Asking:
             if now >= speculator.probe_at:
                 speculator.probe_at = now + _LOOK_S
                 self._probe(speculator, sequences)
-
-    def asked(self, speculator: Speculator) -> None:
-        """It was asked for a tree."""
-        self._asked.add(speculator)
-
-    def took(self, step_s: float, expected_s: float) -> None:
-        """A step took so long, and should have for its rows: learn what those cost it that draft beside it."""
-        excess_s = min(step_s - expected_s, expected_s) - self._plain_s
-        drafting = self._asked | {speculator for speculator in self._speculators if speculator.asked}
-        self._asked.clear()
-        if not drafting:
-            self._plain_s += _PLAIN_SMOOTHING * excess_s
-        excess_s -= sum(speculator.slows_s for speculator in drafting)
-        for speculator in drafting:
-            speculator.slowed(excess_s / len(drafting))
 
     def listen(self, sequence: Sequence, base_len: int) -> None:
         """Tokens were committed after `base_len`: see whether a sequence that nobody is asked for repeats itself."""
@@ -137,7 +119,7 @@ class Asking:
         took_s = speculator.heard(seat.handle, now)
         if is_first or not seat.eager:  # it was asked for to learn from
             share = _PROBE_SHARE / len(self._speculators)
-            pause_s = (WORTH * took_s + speculator.slows_s) / share
+            pause_s = WORTH * took_s / share
             # What the first trees take says little of others: one that was held up must not end all trials.
             speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_young else pause_s)
         seat.pace.follow(proposal.tree)
@@ -179,9 +161,8 @@ class Asking:
         count, most_s, saved_s = 0, 0.0, 0.0
         for n, (gain_s, _) in enumerate(gains_s, start=1):
             saved_s += gain_s
-            gained_s = saved_s - WORTH * speculator.cost_s(n) - speculator.slows_s
-            if gained_s > most_s:
-                count, most_s = n, gained_s
+            if saved_s - WORTH * speculator.cost_s(n) > most_s:
+                count, most_s = n, saved_s - WORTH * speculator.cost_s(n)
         for seat in seats:
             seat.eager = False
         for _, seat in gains_s[:count]:
@@ -192,8 +173,8 @@ class Asking:
         sequence, saves = seat.sequence, seat.pace.saves
         left = max(1, sequence.max_len - len(sequence.tokens))
         part = min(1.0, (1.0 + saves) / left)
-        read_s = seat.speculator.read_s(len(sequence.tokens) - seat.told_len)
-        return self.present.token_s * saves - WORTH * part * read_s
+        token_s = self.present.token_s * (_SHARED if len(self._seats) > 1 else 1.0)
+        return token_s * saves - WORTH * part * seat.speculator.read_s(len(sequence.tokens) - seat.told_len)
 
     def _probe(self, speculator: Speculator, sequences: SequenceOf[Sequence]) -> None:
         """Look again for whom nodes may be asked for, and have a tree asked for where it is not known to pay."""

@@ -187,10 +187,6 @@ class DraftDesk:
             if seat.asks and (not seat.waits or len(sequence.tokens) - seat.told_len >= _UNANSWERED):
                 self._ask(seat)
 
-    def took(self, step_s: float, expected_s: float) -> None:
-        """A step without prompts took `step_s`, planning included, and should have taken `expected_s` for its rows."""
-        self._asking.took(step_s, expected_s)
-
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
         """Take a tree. Returns its sequence, or None if that ended in the meantime.
 
@@ -264,7 +260,6 @@ class DraftDesk:
         seat.known = 0
         seat.asked_at = self._clock()
         seat.speculator.ask(seat.handle, seat.asked_at, len(new))
-        self._asking.asked(seat.speculator)
         self.asks += 1
 
     def _told(self, seat: Seat) -> None:

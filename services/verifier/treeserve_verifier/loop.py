@@ -202,8 +202,6 @@ class VerifyLoop:
     def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
         plan = StepPlan(tuple(result.planned for result in step.results))
         if step.forward_ms:  # it did not fail
-            if not plan.prefill_rows:
-                self._desk.took(step_ms / 1e3, self._cost.step_ms(plan.rows) / 1e3)
             self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
             self._speed.observe(plan.prefill_rows, step_ms)
             self._work.did(step.results, self._scheduler.capacity)

@@ -13,10 +13,8 @@ SpeculatorKind = tuple[tuple[str, ...], bool]
 
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
 _COST_SMOOTHING = 0.05  # unlike that of latencies even: costs are summed up
-_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen, of fewer their mean
+_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
 _YOUNG = 16  # trees that met things for the first time, and took longer than others will: the least of them counts
-_SLOWS_SMOOTHING = 0.02  # a step varies by more than drafting adds to it
-_SLOWS_PRIOR = 8  # steps that having slowed nothing counts for at first
 _MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
 _READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
 _FURTHER = 0.15  # what a further tree of the same moment takes of a speculator, in parts of the first
@@ -69,8 +67,6 @@ class Speculator:
             does so for one sequence after the other, its share of that.
         saves: tokens that its tree usually saves a sequence of which nothing is known.
         tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
-        slows_s: how much longer a step takes while it drafts, or because it was asked before: where no core is spare
-            drafting takes time from the step, and steps that nobody is asked for run on unplanned.
         probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
     """
 
@@ -89,11 +85,8 @@ class Speculator:
     saves: float = 1.0
     probe_at: float = 0.0
     tree_s: float = 0.0
-    slows_s: float = 0.0
     _read_s: float = 0.0
     _heard: int = 0
-    _surprises: int = 0
-    _slowed: int = 0  # steps that `slows_s` was learned from
     _together: int = 0  # asked when the latest ask left
     _told: int = 0  # tokens that went with these asks
 
@@ -127,14 +120,7 @@ class Speculator:
 
     def surprised(self, saved: float) -> None:
         """A tree of a sequence that was not chosen for what its trees save ended."""
-        self._surprises += 1
-        self.saves += max(_PRIOR_SMOOTHING, 1.0 / (self._surprises + 1)) * (saved - self.saves)
-
-    def slowed(self, excess_s: float) -> None:
-        """A step for which it was asked took so much longer than `slows_s` says."""
-        self._slowed += 1
-        weight = max(_SLOWS_SMOOTHING, 1.0 / (self._slowed + _SLOWS_PRIOR))
-        self.slows_s = max(0.0, self.slows_s + weight * excess_s)
+        self.saves += _PRIOR_SMOOTHING * (saved - self.saves)
 
     def read_s(self, tokens: int) -> float:
         """What telling it of so many tokens takes."""
