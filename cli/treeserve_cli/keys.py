@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treeserve_router.auth import ApiKey, digest_of, file_line, new_key
+from treeserve_router.auth import ApiKey, check_tenant, digest_of, file_line, new_key
 
 app = typer.Typer(help="API keys of routers (api_keys_file).", no_args_is_help=True)
 
@@ -27,8 +27,10 @@ def new(
     name: Annotated[str, typer.Option(help="What logs call it; by default eight digits of its digest.")] = "",
 ) -> None:
     """Print a fresh key, and under it the line for the routers' file; the key itself is stored nowhere."""
-    if not tenant:
-        raise typer.BadParameter("is empty", param_hint="--tenant")
+    try:
+        check_tenant(tenant)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tenant") from None
     key = new_key()
     digest = digest_of(key)
     print(key)

@@ -208,4 +208,5 @@ class AsyncClient:
 
 
 def _authorization(api_key: str | None) -> Metadata:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    key = (api_key or "").strip()  # one that was read from a file ends in a newline
+    return (("authorization", f"Bearer {key}"),) if key else ()

@@ -145,7 +145,7 @@ def _grammar(given: Mapping[str, Any]) -> common_pb2.Grammar | None:
     (name,) = names
     value = given[name]
     if name == "choice":
-        value = common_pb2.Choice(texts=value)
+        value = common_pb2.Choice(texts=_strings(value))
     elif name == "json_schema" and not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False)
     return common_pb2.Grammar(**{name: value})

@@ -14,6 +14,7 @@ from treeserve_core.errors import InvalidArgumentError
 
 MAX_GRAMMAR_BYTES = 1 << 16
 MAX_CHOICES = 1024
+MAX_RULES = 500
 # An automaton that counts multiples has as many states as there are remainders.
 MAX_MULTIPLE = 10_000
 _MOST_DIGITS = 30
@@ -38,15 +39,15 @@ class Grammar:
         texts: the choices of CHOICE; none for JSON_OBJECT; the one text of any other kind.
 
     Raises:
-        InvalidArgumentError: if it is too large, a schema is no JSON object, or it counts multiples that are too large.
-            Whether a pattern or a grammar means anything is for its compiler to say.
+        InvalidArgumentError: if it is too large, a schema is no JSON object or sets how it is read, or it counts
+            multiples that are too large. Whether a pattern or a grammar means anything is for its compiler to say.
     """
 
     kind: GrammarKind
     texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if sum(len(text.encode()) for text in self.texts) > MAX_GRAMMAR_BYTES:
+        if self.num_bytes > MAX_GRAMMAR_BYTES:
             raise self.error(f"is longer than {MAX_GRAMMAR_BYTES} bytes")
         if self.kind is GrammarKind.CHOICE:
             if not 1 <= len(self.texts) <= MAX_CHOICES or not all(self.texts):
@@ -55,6 +56,13 @@ class Grammar:
             raise self.error("is one text")
         elif self.kind is GrammarKind.JSON_SCHEMA:
             self._check_schema()
+        elif self.kind is GrammarKind.LARK and _most_rules(self.texts[0]) > MAX_RULES:
+            raise self.error(f"has more than {MAX_RULES} rules, which lines with a colon count as")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its texts."""
+        return sum(len(text.encode()) for text in self.texts)
 
     @property
     def field(self) -> str:
@@ -72,11 +80,18 @@ class Grammar:
             raise self.error("is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
             raise self.error("must be a JSON object")
+        if "x-guidance" in schema:
+            raise self.error("must not have x-guidance: what it sets is not the client's to say")
         multiples = [v for v in _values_of("multipleOf", schema) if isinstance(v, int | Decimal) and v > 0]
         if any(_remainders(multiple) > MAX_MULTIPLE for multiple in multiples):
             raise self.error(f"has a multipleOf with more than {MAX_MULTIPLE} remainders")
         if math.lcm(*map(_remainders, multiples)) > MAX_MULTIPLE:
             raise self.error(f"has values of multipleOf whose common multiple is above {MAX_MULTIPLE}")
+
+
+def _most_rules(lark: str) -> int:
+    """At least as many as it has: a rule has a colon, and ends with its line."""
+    return sum(":" in line for line in lark.split("\n"))
 
 
 def _no_number(name: str) -> None:

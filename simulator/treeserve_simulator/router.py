@@ -77,7 +77,7 @@ class SimulatedRouter:
 
     def load_watch(self, autoscaler: Autoscaler) -> LoadWatch:
         """What tells an autoscaler of the load. It runs for ever: while it does, nothing can be found to hang."""
-        return LoadWatch(autoscaler, self._pool, self._dispatcher, self._queue)
+        return LoadWatch(autoscaler, self._pool, self._dispatcher, self._queue, asyncio.get_running_loop().time)
 
     async def ready(self) -> None:
         """Wait until every verifier is connected."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import structlog
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.routing import Route
 from structlog.testing import capture_logs
 from support.fake_verifier import FakeVerifier, fake_verifiers
@@ -180,16 +183,26 @@ async def test_without_a_file_nobody_needs_a_key(verifier: FakeVerifier, tmp_pat
         assert (await rig.generate(request(), metadata=bearer("whatever"))).finished is not None
 
 
-async def test_metrics_can_be_read_on_a_port_of_their_own() -> None:
-    from prometheus_client import CollectorRegistry, Gauge
+async def test_metrics_can_be_read_on_a_port_of_their_own(verifier: FakeVerifier, tmp_path: Path, keys: Keys) -> None:
+    threads: list[threading.Thread] = []
 
-    from treeserve_wire.telemetry import start_metrics
+    class Noting(Collector):
+        def collect(self) -> Iterable[Metric]:
+            threads.append(threading.current_thread())
+            return [GaugeMetricFamily("only_here", "", 3)]
 
-    registry = CollectorRegistry()
-    Gauge("only_here", "", registry=registry).set(3)
-    address = start_metrics("127.0.0.1:0", registry)
-    async with httpx.AsyncClient(trust_env=False) as http:
-        assert "only_here 3.0" in (await http.get(f"http://{address}/metrics")).text
+    async with (
+        serving(verifier, tmp_path, keys, metrics_listen="127.0.0.1:0") as (rig, _),
+        httpx.AsyncClient(base_url=f"http://{rig.metrics}", trust_env=False) as http,
+    ):
+        rig.registry.register(Noting())
+        threads.clear()
+        text = (await http.get("/metrics")).text
+        assert "only_here 3.0" in text
+        assert "treeserve_router_verifiers 1.0" in text
+        assert threads == [threading.current_thread()]  # collectors look at what the event loop changes
+        for path in ("/v1/models", "/readyz"):
+            assert (await http.get(path)).status_code == 404
 
 
 # --- Whose call it is, and what it may ask for

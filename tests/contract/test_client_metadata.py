@@ -69,3 +69,12 @@ def test_metadata_goes_with_every_call_and_cached_tokens_are_told(router: tuple[
     assert [method for method, _ in servicer.calls] == ["ListModels", "GetModel", "Generate"]
     assert all(metadata.items() >= dict(METADATA).items() for _, metadata in servicer.calls)
     assert completion.usage == sdk.Usage(9, 0, 8)
+
+
+def test_a_key_comes_without_the_newline_of_its_file(router: tuple[NotingRouter, str]) -> None:
+    servicer, address = router
+    with sdk.Client(address, api_key="k\n") as client:
+        client.list_models()
+    with sdk.Client(address, api_key=" \n") as client:
+        client.list_models()
+    assert [metadata.get("authorization") for _, metadata in servicer.calls] == ["Bearer k", None]

@@ -7,6 +7,7 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,6 +24,7 @@ from treeserve.keda.externalscaler_pb2_grpc import ExternalScalerStub, add_Exter
 from treeserve.verifier.v1 import verifier_pb2
 from treeserve_router.autoscaling import Autoscaler, Demand, Role
 from treeserve_router.decode_stream import load_from_proto
+from treeserve_router.load_watch import LoadWatch
 from treeserve_router.metrics import RouterMetrics
 from treeserve_router.placement import VerifierState
 from treeserve_router.scaler_servicer import ScalerServicer
@@ -113,7 +115,7 @@ async def test_a_router_answers_keda_as_keda_speaks(
         assert await rig.channel.unary_unary("/externalscaler.ExternalScaler/IsActive")(reference) == b"\x08\x01"
         stream = ExternalScalerStub(rig.channel).StreamIsActive(scaled("verifier"))
         assert (await stream.read()).result
-        stream.cancel()
+        assert await stream.read() is grpc.aio.EOF  # a stream that stays open would hold up the drain
         assert "treeserve_router_wanted_replicas" in {family.name for family in rig.registry.collect()}
         assert rig.registry.get_sample_value("treeserve_router_wanted_replicas", {"role": "verifier"}) is None
 
@@ -175,6 +177,29 @@ async def test_a_router_that_is_gone_is_forgotten(valkey: ValkeyServer) -> None:
         client(valkey).hset("treeserve:{demand}:m", "router-2", "nonsense")
         assert await one.swap(Demand(1, 1, 0)) == Demand()
         assert client(valkey).hkeys("treeserve:{demand}:m") == ["router-0"]
+
+
+async def test_what_others_said_holds_until_its_lease_ends() -> None:
+    clock = Clock()
+    told: list[Demand] = []
+
+    class Told(Autoscaler):
+        def heard(self, others: Demand) -> None:
+            told.append(others)
+
+    class Shared:
+        answer: Demand | None = None
+
+        async def swap(self, own: Demand) -> Demand | None:
+            return self.answer
+
+    shared: Any = Shared()
+    watch = LoadWatch(Told(100, clock), *[None] * 3, clock, shared)  # type: ignore[arg-type]
+    for after_s, answer in (0.0, Demand(9, 4, 5)), (LEASE_S, None), (1.0, None), (1.0, Demand(1, 1, 0)):
+        clock.now += after_s
+        shared.answer = answer
+        await watch._swap(shared)
+    assert told == [Demand(9, 4, 5), Demand(), Demand(1, 1, 0)]
 
 
 async def test_without_redis_a_router_counts_for_itself(valkey: ValkeyServer) -> None:

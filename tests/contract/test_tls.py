@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -195,6 +196,46 @@ async def test_https_follows_changed_files(
     await http.drain()
 
 
+async def ask_again(address: str, client: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """Ask over HTTPS, taking up a session if there is one; returns the one to take up next."""
+
+    def ask() -> ssl.SSLSession | None:
+        host, _, port = address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as plain,
+            client.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            if b"404" not in b"".join(iter(lambda: connection.recv(1000), b"")):
+                raise ConnectionError("hung up")
+            taken_up = connection.session
+            connection.unwrap()  # servers forget sessions that end otherwise
+            return taken_up
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("option", [0, ssl.OP_NO_TICKET])
+async def test_no_session_outlives_the_ca_of_its_client(
+    files: TlsFiles, tmp_path: Path, version: ssl.TLSVersion, option: int
+) -> None:
+    http = HttpServer(Starlette(), "127.0.0.1:0", 1.0, Tls(files).http_context(client_certs=True))
+    address = await http.start()
+    client = client_context(files, files)
+    client.minimum_version = client.maximum_version = version
+    client.options |= option
+    session = await ask_again(address, client, None)
+    new = Authority.make(tmp_path, "successor").issue(files.cert_file.parent)
+    client.load_verify_locations(new.ca_file)  # the client trusts the new CA, and has a certificate of the old one
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await ask_again(address, client, session)
+    welcome = client_context(new, new)
+    welcome.minimum_version = welcome.maximum_version = version
+    await ask_again(address, welcome, None)
+    await http.drain()
+
+
 # --- Files that cannot be used
 
 
@@ -214,6 +255,29 @@ def test_files_that_cannot_be_used_are_refused_by_name(files: TlsFiles, stranger
         with pytest.raises(InvalidArgumentError) as raised:
             Tls(replace(files, **wrong))
         assert named in str(raised.value)
+
+
+def test_comments_of_a_ca_file_may_be_in_any_language(files: TlsFiles) -> None:
+    files.ca_file.write_bytes("# Főtanúsítvány\n".encode() + files.ca_file.read_bytes())
+    Tls(files)
+
+
+def test_files_that_are_swapped_while_they_are_read_are_read_again(
+    files: TlsFiles, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_bytes
+    swapped: list[Path] = []
+
+    def swapping(path: Path) -> bytes:
+        content = read(path)
+        if path == files.cert_file and not swapped:
+            swapped.append(path)
+            authority.issue(files.cert_file.parent)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", swapping)
+    material = Tls(files)._current()
+    assert (material.cert, material.key) == (read(files.cert_file), read(files.key_file))
 
 
 def test_an_expired_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:

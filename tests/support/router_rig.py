@@ -42,6 +42,7 @@ class RouterRig:
     http: str
     channel: grpc.aio.Channel
     registry: CollectorRegistry
+    metrics: str
 
     @property
     def stub(self) -> Any:
@@ -119,6 +120,6 @@ async def running_router(
     process = RouterProcess(config, tokenizer, tracer or get_tracer("test"), registry)
     tls = Tls.of(config.tls)
     async with process.running() as addresses, open_channel(addresses.grpc, tls) as channel:
-        rig = RouterRig(addresses.grpc, addresses.http, channel, registry)
+        rig = RouterRig(addresses.grpc, addresses.http, channel, registry, addresses.metrics)
         await rig.connected(len(connect))
         yield rig

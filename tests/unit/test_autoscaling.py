@@ -103,6 +103,18 @@ def test_idle_verifiers_are_wanted_no_more() -> None:
     assert cluster.wanted() == 0.0
 
 
+@pytest.mark.parametrize(("offered", "waiting"), [(1, 0), (0, 1)])
+def test_verifiers_that_do_nothing_while_requests_come_are_not_idle(offered: int, waiting: int) -> None:
+    cluster = Cluster()
+    cluster.waiting = waiting
+    cluster.run(20, offered=offered, a=0.0)
+    with pytest.raises(UnavailableError, match="no verifier does anything"):
+        cluster.wanted()
+    assert cluster.wanted(Role.ROUTER) == pytest.approx(waiting / 100)
+    cluster.run(1, a=0.3)
+    assert cluster.wanted() > 0.0
+
+
 def test_what_is_refused_is_wanted_too() -> None:
     cluster = Cluster()
     cluster.run(20, offered=3, begun=2, a=1.0)

@@ -21,14 +21,14 @@ async def test_fixed_addresses_are_taken_as_they_are_and_once() -> None:
 async def test_a_name_is_followed_and_survives_a_failing_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[str] | OSError] = [["10.0.0.1"], OSError("down"), ["10.0.0.2", "fd00::1"]]
 
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
         assert (host, port) == ("verifiers", 50052)
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, OSError):
             raise answer
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in answer]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     updates: list[tuple[str, ...]] = []
     done = asyncio.Event()
 

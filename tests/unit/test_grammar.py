@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,10 +17,12 @@ import pytest
 from support.tokenizer_folders import ADDED, byte_level_bpe, sentencepiece_bpe, write_folder
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
-from treeserve_core.errors import InvalidArgumentError
-from treeserve_core.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from treeserve_core.errors import InvalidArgumentError, OverloadedError
+from treeserve_core.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_RULES, Grammar, GrammarKind
 from treeserve_core.sampling import SamplingParams, SequenceLimits, check_combination
+from treeserve_text import grammar as grammar_module
 from treeserve_text.grammar import GrammarCompiler, GrammarMatcher, check_grammar
+from treeserve_text.grammar_thread import MAX_PENDING, GrammarThread
 from treeserve_text.tokenizer import Tokenizer
 
 SCHEMA = json.dumps(
@@ -47,6 +54,16 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer)
+
+
+def chain(rules: int) -> str:
+    return "start: a1\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(1, rules)) + f'\na{rules}: "x"'
+
+
+def deep_schema() -> str:
+    """6000 arrays in each other, as many as 64 KiB hold."""
+    levels = [f'"{i}":' + '{"items":' * 40 + f'{{"$ref":"#/$defs/{i + 1}"}}' + "}" * 40 for i in range(150)]
+    return '{"$ref":"#/$defs/0","$defs":{' + ",".join(levels) + ',"150":{"type":"string"}}}'
 
 
 def walk(matcher: GrammarMatcher, rng: random.Random, most: int = 200) -> list[int]:
@@ -112,6 +129,20 @@ def test_specials_and_ends_are_never_text(tokenizer: Tokenizer, compiler: Gramma
     assert not matcher.may_end and not matcher.is_complete
 
 
+@pytest.mark.parametrize("text", ['start: "<[1]>"', "start: /<[a-z]+>/", 'start: "a" // <[1]>', 'start: "<" "b" ">"'])
+def test_text_that_looks_like_a_token_is_text(compiler: GrammarCompiler, text: str) -> None:
+    assert compiler.matcher(Grammar(LARK, (text,))).allowed().any()
+
+
+def test_no_grammar_makes_a_special_token_text(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_LARK_LEXEME", re.compile("(?P<token>(?!))"))  # none is found
+    no_text = {*tokenizer.special_ids, *tokenizer.eos_token_ids}
+    allowed = compiler.matcher(Grammar(LARK, ("start: <[*]>",))).allowed()
+    assert allowed.any() and not allowed[sorted(no_text)].any()
+
+
 def test_an_end_that_reads_as_text_is_none(tmp_path: Path) -> None:
     loaded = Tokenizer.from_folder(write_folder(byte_level_bpe(), tmp_path, eos_token=ADDED))
     (eos,) = loaded.eos_token_ids
@@ -140,6 +171,16 @@ def test_a_token_that_is_not_allowed_is_refused(tokenizer: Tokenizer, compiler: 
         matcher.advance(tokenizer.encode_inner("x")[-1])
 
 
+def test_what_takes_too_much_is_not_called_a_wrong_token(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    matcher = compiler.matcher(Grammar(REGEX, ("(a|b)*a(a|b){22}",)))
+    a, b = (next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == text) for text in (b"a", b"b"))
+    rng = random.Random(1)
+    with pytest.raises(InvalidArgumentError, match=r"sampling\.grammar\.regex: .*too many") as caught:
+        for _ in range(50_000):
+            matcher.advance(rng.choice((a, b)))
+    assert "does not allow" not in caught.value.reason
+
+
 def test_matchers_share_a_compiled_grammar_and_nothing_else(compiler: GrammarCompiler) -> None:
     one, other = compiler.matcher(GRAMMARS["lark"]), compiler.matcher(GRAMMARS["lark"])
     before = other.allowed().copy()
@@ -160,6 +201,9 @@ def test_matchers_share_a_compiled_grammar_and_nothing_else(compiler: GrammarCom
         (LARK, ("start: start",)),
         (LARK, ("start: " + "(" * 5000 + '"a"' + ")" * 5000,)),
         (LARK, ('start: %json {"multipleOf": 9999991}',)),
+        (LARK, ("start: <[1]>",)),
+        (LARK, ('start: "a" <[^1-9]> "b"',)),
+        (LARK, ("start: a // <\na: /x/ <|im_end|>",)),
         (GrammarKind.JSON_SCHEMA, ('{"type": "nothing"}',)),
         (GrammarKind.JSON_SCHEMA, ('{"type": "object", "properties": {"a": false}, "required": ["a"]}',)),
         (GrammarKind.JSON_SCHEMA, ('{"$ref": "#"}',)),
@@ -212,11 +256,41 @@ def test_most_is_refused_without_a_vocabulary(kind: GrammarKind, texts: tuple[st
         (GrammarKind.JSON_SCHEMA, ('{"multipleOf": 1e999999999}',)),
         (GrammarKind.JSON_SCHEMA, ('{"minimum": 1e9999999999999999999999}',)),
         (GrammarKind.JSON_SCHEMA, ('{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}',)),
+        (GrammarKind.JSON_SCHEMA, ('{"x-guidance": {"lenient": true}, "not": {"type": "string"}}',)),
+        (GrammarKind.JSON_SCHEMA, ('{"\\u0078-guidance": {"lenient": true}}',)),
+        (LARK, (chain(4000),)),
+        (LARK, (chain(MAX_RULES).replace("a1:", " ?a1 :").replace("\n", "\r\n\t"),)),
     ],
 )
 def test_what_is_too_large_is_not_even_compiled(kind: GrammarKind, texts: tuple[str, ...]) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"sampling\.grammar\.{kind}: "):
         Grammar(kind, texts)
+
+
+def test_the_longest_chain_of_rules_fits_a_usual_stack() -> None:
+    compiled = "from treeserve_core.grammar import *; from treeserve_text.grammar import *; import sys; "
+    compiled += "check_grammar(Grammar(GrammarKind.LARK, (sys.argv[1],)))"
+    process = subprocess.run([sys.executable, "-c", compiled, chain(MAX_RULES - 1)], capture_output=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+
+
+def test_the_deepest_schema_fits_the_threads_stack() -> None:
+    compiled = "from treeserve_core.grammar import *; from treeserve_text.grammar import *; import asyncio, sys; "
+    compiled += "from treeserve_text.grammar_thread import GrammarThread; thread = GrammarThread(); "
+    compiled += "asyncio.run(thread.run(lambda: check_grammar(Grammar(GrammarKind.JSON_SCHEMA, (sys.argv[1],)))))"
+    process = subprocess.run([sys.executable, "-c", compiled, deep_schema()], capture_output=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+
+
+async def test_few_wait_to_be_compiled() -> None:
+    thread, go_on = GrammarThread(), threading.Event()
+    waiting = [asyncio.create_task(thread.run(go_on.wait)) for _ in range(MAX_PENDING)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="64 grammars wait"):
+        await thread.run(int)
+    go_on.set()
+    assert all(await asyncio.gather(*waiting)) and await thread.run(int) == 0
+    thread.close()
 
 
 def test_ordinary_multiples_pass() -> None:

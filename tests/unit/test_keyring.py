@@ -50,6 +50,7 @@ def test_a_key_is_known_by_its_digest(tmp_path: Path) -> None:
         (f"- {{sha256: {KEY}, tenant: a}}", "key 1: sha256 is not 64"),
         (f"- {{sha256: {DIGEST}}}", "key 1: tenant is missing"),
         (f"- {{sha256: {DIGEST}, tenant: ''}}", "key 1: tenant is missing"),
+        (f"- {{sha256: {DIGEST}, tenant: {'a' * 129}}}", "key 1: tenant has more than 128 characters"),
         (f"- {{sha256: {DIGEST}, tenant: 7}}", "key 1: tenant is no str"),
         (f"- {{sha256: {DIGEST}, tenant: a, trusted: maybe}}", "key 1: trusted is no bool"),
         (f"- {{sha256: {DIGEST}, tenant: a}}\n- {{sha256: {DIGEST}, tenant: b}}", "key 2: its sha256 is an earlier"),
@@ -95,6 +96,8 @@ def test_a_new_key_and_its_line_fit_together(tmp_path: Path) -> None:
     assert [entry["tenant"] for entry in yaml.safe_load(file.read_text())] == ["a: 'b'", "other"]
     assert len({new_key() for _ in range(100)}) == 100
     assert len(new_key()) >= 40
+    assert invoke("keys", "new", "--tenant", "a" * 128).exit_code == 0
+    assert invoke("keys", "new", "--tenant", "a" * 129).exit_code == 2
     assert invoke("keys", "new").exit_code == invoke("keys", "new", "--tenant", "").exit_code == 2
 
 

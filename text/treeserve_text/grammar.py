@@ -26,6 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
 _SILENT = 0
 _MAX_REASON_CHARS = 300
+_NOT_ALLOWED = "doesn't satisfy the grammar"
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): |<non-verbose/>")
 _SOURCE_LINE = re.compile(r"\s*(\d+ \||\^+$)|\s*$")
 # A prototype holds what its masks have cost so far, up to some ten megabytes.
@@ -33,7 +34,9 @@ _MOST_COMPILED = 32
 _MOST_FORCED_CHARS = 512
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # What brings patterns into a schema.
-_PATTERN_KEYS = ("pattern", "patternProperties", "x-guidance")
+_PATTERN_KEYS = ("pattern", "patternProperties")
+# A string, a regular expression, a comment, or a token of the vocabulary by its name or number.
+_LARK_LEXEME = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\]|\\.)+/|(?:#|//)[^\n]*|(?P<token><[^<>\s]+>)')
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -50,18 +53,21 @@ def check_grammar(grammar: Grammar) -> None:
 class GrammarMatcher:
     """What a grammar allows after the tokens so far. Belongs to one sequence."""
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, never: npt.NDArray[np.intp]) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._never = never  # tokens that are no text
         self._mask: BoolArray | None = None  # of the present place
 
     def copy(self) -> GrammarMatcher:
         """Another one at the same place."""
-        return GrammarMatcher(self._grammar, self._matcher.deep_copy(), self._vocab_size)
+        return GrammarMatcher(self._grammar, self._matcher.deep_copy(), self._vocab_size, self._never)
 
     def allowed(self) -> BoolArray:
-        """Which tokens may come next, those that end a generation not among them: bool[vocab_size], read-only.
+        """Which tokens may come next, special ones and those that end a generation not among them: bool[vocab_size].
+
+        Read-only.
 
         Raises:
             InvalidArgumentError: if the grammar takes more than its share to follow.
@@ -84,11 +90,14 @@ class GrammarMatcher:
         """Take the next token.
 
         Raises:
-            InvalidArgumentError: if it is not allowed.
+            InvalidArgumentError: if it is not allowed, or the grammar takes more than its share to follow.
         """
         self._mask = None
         if self._matcher.is_stopped() or not self._matcher.consume_token(token_id):
-            raise self._grammar.error(f"does not allow token {token_id} here")
+            reason = self._matcher.get_error() or _NOT_ALLOWED
+            if _NOT_ALLOWED in reason:
+                raise self._grammar.error(f"does not allow token {token_id} here")
+            raise _refusal(self._grammar, reason)
 
     def forced(self) -> Sequence[int]:
         """The tokens that come next whatever the model says."""
@@ -101,6 +110,7 @@ class GrammarMatcher:
             if self._matcher.is_error():
                 raise _refusal(self._grammar, self._matcher.get_error())
             self._mask = np.unpackbits(bits, count=self._vocab_size + 1, bitorder="little").view(np.bool_)
+            self._mask[self._never] = False
         return self._mask
 
 
@@ -125,14 +135,22 @@ class GrammarCompiler:
         self._compiled.move_to_end(grammar)
         return prototype.copy()
 
+    def prepare(self) -> None:
+        """Read the vocabulary, which the first grammar would wait for: no thread runs meanwhile."""
+        _ = self._vocabulary
+
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         matcher = LLMatcher(self._vocabulary, _source(grammar), log_level=_SILENT, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
-        prototype = GrammarMatcher(grammar, matcher, self._tokenizer.vocab_size)
+        prototype = GrammarMatcher(grammar, matcher, self._tokenizer.vocab_size, self._no_text)
         if not prototype.allowed().any():
             raise grammar.error("allows no text but the empty one" if prototype.may_end else "allows no text")
         return prototype
+
+    @cached_property
+    def _no_text(self) -> npt.NDArray[np.intp]:
+        return np.array(sorted({*self._tokenizer.special_ids, *self._tokenizer.eos_token_ids}), np.intp)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -172,7 +190,7 @@ def _source(grammar: Grammar) -> str:
     """The grammar as llguidance reads it.
 
     Raises:
-        InvalidArgumentError: if it embeds others, whose limits nobody checked.
+        InvalidArgumentError: if it embeds others, whose limits nobody checked, or names tokens.
     """
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
@@ -188,6 +206,8 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             if any(directive in grammar.texts[0] for directive in ("%json", "%lark", "%llguidance")):
                 raise grammar.error("must not embed other grammars (%json, %lark, %llguidance)")
+            if any(lexeme["token"] for lexeme in _LARK_LEXEME.finditer(grammar.texts[0])):
+                raise grammar.error("must not name tokens (<[1]>, <|name|>): it is one of texts")
             return _lark(grammar.texts[0], forcing=False)
         case GrammarKind.CHOICE:
             choices = [json.dumps(text, ensure_ascii=False) for text in grammar.texts]

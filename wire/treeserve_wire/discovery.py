@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Callable, Sequence
 
 import structlog
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_wire.name_lookup import NameLookup
 
 DNS_SCHEME = "dns://"
 INTERVAL_S = 5.0
@@ -23,7 +23,7 @@ class PeerWatch:
 
     An address is "host:port" or "unix:/path", taken as it is, or "dns://name:port", which stands for all IP addresses
     of the name (a headless Service) and is looked up again and again: gRPC alone would not find a new pod while the old
-    ones work. A name that cannot be resolved keeps its last peers.
+    ones work. A name that cannot be resolved, or not yet, keeps its last peers.
 
     Raises:
         InvalidArgumentError: for a name without a port.
@@ -32,9 +32,13 @@ class PeerWatch:
     def __init__(self, addresses: Sequence[str], interval_s: float = INTERVAL_S) -> None:
         self._addresses = tuple(addresses)
         self._interval_s = interval_s
+        self._lookups: dict[str, NameLookup] = {}
         for address in self._addresses:
-            if address.startswith(DNS_SCHEME) and not _PORT.search(address):
-                raise InvalidArgumentError("verifiers", f"{address!r} has no port")
+            if address.startswith(DNS_SCHEME):
+                if not _PORT.search(address):
+                    raise InvalidArgumentError("verifiers", f"{address!r} has no port")
+                host, port = _host_and_port(address)
+                self._lookups[address] = NameLookup(host, int(port))
         self._resolved: dict[str, tuple[str, ...]] = {}
 
     async def run(self, update: Callable[[tuple[str, ...]], None]) -> None:
@@ -45,7 +49,7 @@ class PeerWatch:
             if peers != known:
                 known = peers
                 update(peers)
-            if not any(address.startswith(DNS_SCHEME) for address in self._addresses):
+            if not self._lookups:
                 return
             await asyncio.sleep(self._interval_s)
 
@@ -53,19 +57,23 @@ class PeerWatch:
         """The peers now, in the order of the addresses, without repeats."""
         found: dict[str, None] = {}
         for address in self._addresses:
-            if address.startswith(DNS_SCHEME):
+            if address in self._lookups:
                 found |= dict.fromkeys(await self._resolve(address))
             else:
                 found[address] = None
         return tuple(found)
 
     async def _resolve(self, address: str) -> tuple[str, ...]:
-        host, _, port = address.removeprefix(DNS_SCHEME).rpartition(":")
+        _, port = _host_and_port(address)
         try:
-            infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            ips = await self._lookups[address].ips()
         except OSError as error:
             _log.warning("name not resolved", address=address, error=str(error))
             return self._resolved.get(address, ())
-        ips = sorted({info[4][0] for info in infos})
-        self._resolved[address] = tuple(f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}" for ip in ips)
+        self._resolved[address] = tuple(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips)
         return self._resolved[address]
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix(DNS_SCHEME).rpartition(":")
+    return host, port

@@ -62,7 +62,7 @@ class ServiceServer:
 
     Attributes:
         grpc: the aio server to add servicers to before `start`.
-        probed: that of `health_address`, likewise: for what the platform asks, which no interceptor sees.
+        probed: that of `health_address`, likewise: for what the platform asks, which no interceptor sees; None without.
         health_address: once started, the bound one.
     """
 
@@ -85,12 +85,12 @@ class ServiceServer:
             options.append(("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS))
         self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
         self.health_address = health_address
-        self.probed = grpc.aio.server(options=_OPTIONS)
+        self.probed = grpc.aio.server(options=_OPTIONS) if health_address else None
         self._address = address
         self._credentials = None if tls is None else tls.server_credentials(client_certs=client_certs)
         self._health_names = ("", service_name)
         self._health = health.aio.HealthServicer()
-        for server in (self.grpc, self.probed):
+        for server in filter(None, (self.grpc, self.probed)):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if reflection:
             _add_reflection(self.grpc, {service_name, health.SERVICE_NAME})
@@ -104,7 +104,7 @@ class ServiceServer:
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(serving)
         address = _bind(self.grpc, self._address, self._credentials)
-        if self.health_address:
+        if self.probed is not None:
             self.health_address = _bind(self.probed, self.health_address, None)
             await self.probed.start()
         await self.grpc.start()
@@ -120,7 +120,8 @@ class ServiceServer:
         """Report NOT_SERVING for good, refuse new calls, and give running ones `grace_s` seconds to end."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
-        await self.probed.stop(0)
+        if self.probed is not None:
+            await self.probed.stop(0)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

@@ -99,10 +99,13 @@ def context_from(traceparent: str) -> Context:
     return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
 
 
-def start_metrics(address: str, registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY) -> str:
-    """Serve Prometheus metrics on "host:port" from a thread; returns the bound address. An empty address is off."""
+def start_metrics(address: str) -> str:
+    """Serve the process's Prometheus metrics on "host:port" from a thread; returns the bound address.
+
+    An empty address is off.
+    """
     if not address:
         return ""
     host, _, port = address.rpartition(":")
-    server, _ = prometheus_client.start_http_server(int(port), addr=host, registry=registry)
+    server, _ = prometheus_client.start_http_server(int(port), addr=host)
     return f"{host}:{server.server_port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from treeserve_wire.config import merged, option
 from treeserve_wire.file_watch import FileWatch
 
 _FILES = ("cert_file", "key_file", "ca_file")
+# Files that change while they are read are read again, so often in all.
+_READS = 3
 
 # What gRPC says when two sides do not come to terms, and what to look at then.
 _HINTS = (
@@ -145,15 +147,14 @@ class Tls:
         )
 
     def http_context(self, *, client_certs: bool) -> ssl.SSLContext:
-        """The same for the one server of asyncio in this process."""
+        """The same for a server of asyncio."""
 
-        def newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._current().context
+        def newest() -> ssl.SSLContext:
+            context = self._current().context
+            context.verify_mode = ssl.CERT_REQUIRED if client_certs else ssl.CERT_NONE
+            return context
 
-        context = self._current().context
-        context.verify_mode = ssl.CERT_REQUIRED if client_certs else ssl.CERT_NONE
-        context.sni_callback = newest  # called for each connection, whether or not the client names a server
-        return context
+        return _Following(newest)
 
     def _current(self) -> _Material:
         with self._lock:
@@ -167,6 +168,23 @@ class Tls:
             return self._material
 
 
+class _Following(ssl.SSLContext):
+    """Gives each connection of asyncio the newest context.
+
+    Sessions belong to the context they began in: with new files none is resumed, and each client is checked anew.
+    """
+
+    def __new__(cls, _newest: Callable[[], ssl.SSLContext]) -> _Following:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, newest: Callable[[], ssl.SSLContext]) -> None:
+        self._newest = newest
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """A connection."""
+        return self._newest().wrap_bio(*args, **kwargs)
+
+
 def with_hint(reason: str) -> str:
     """The reason why a connection failed, and what to look at if TLS may have been it."""
     hint = next((hint for sign, hint in _HINTS if sign in reason), None)
@@ -178,6 +196,22 @@ def _grpc_configuration(material: _Material) -> grpc.ServerCertificateConfigurat
 
 
 def _read(files: TlsFiles) -> _Material:
+    """What the files hold, all of it of one time. Raises InvalidArgumentError."""
+    watch = FileWatch(files.cert_file, files.key_file, files.ca_file)
+    watch.changed()
+    for _ in range(_READS):
+        try:
+            material = _read_once(files)
+        except InvalidArgumentError:
+            if not watch.changed():
+                raise
+        else:
+            if not watch.changed():
+                return material
+    raise InvalidArgumentError("tls.cert_file", f"{files.cert_file}: it or another file changes again and again")
+
+
+def _read_once(files: TlsFiles) -> _Material:
     cert, key, ca = (_bytes(name, getattr(files, name)) for name in _FILES)
     _check_pem("cert_file", files.cert_file, cert)
     _check_pem("ca_file", files.ca_file, ca)
@@ -202,7 +236,7 @@ def _bytes(name: str, path: Path) -> bytes:
 
 def _check_pem(name: str, path: Path, content: bytes) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), content)
     except (ssl.SSLError, ValueError):
         raise InvalidArgumentError(f"tls.{name}", f"{path}: holds no PEM certificate, or a damaged one") from None
 
@@ -213,7 +247,7 @@ def _context(protocol: int, files: TlsFiles, ca: bytes) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does: an intermediate CA may be the trusted one
-    context.load_verify_locations(cadata=ca.decode("ascii"))
+    _trust(context, ca)
     try:
         context.load_cert_chain(files.cert_file, files.key_file, password="")  # asks nobody for one
     except (ssl.SSLError, OSError) as error:
@@ -221,6 +255,11 @@ def _context(protocol: int, files: TlsFiles, ca: bytes) -> ssl.SSLContext:
         why = f"is not the key of {files.cert_file}" if mismatch else "holds no PEM key, or an encrypted one"
         raise InvalidArgumentError("tls.key_file", f"{files.key_file}: {why}") from None
     return context
+
+
+def _trust(context: ssl.SSLContext, pem: bytes) -> None:
+    """Take these certificates for CAs. Raises SSLError or ValueError."""
+    context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # names beside certificates may be UTF-8
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from treeserve_core.errors import InvalidArgumentError, NotFoundError
-from treeserve_core.grammar import Grammar
 from treeserve_core.sampling import (
     SamplingParams,
     SequenceLimits,
@@ -19,6 +18,7 @@ from treeserve_core.sampling import (
     check_combination,
     check_token_ids,
 )
+from treeserve_router.grammar_check import GrammarCheck
 from treeserve_text.tokenizer import Tokenizer
 
 MAX_ID_CHARS = 128
@@ -134,6 +134,7 @@ class Admission:
         self._model_name = model_name
         self._draw_seed = draw_seed
         self._draw_id = draw_id
+        self._grammar_check = GrammarCheck()
 
     def check(self, ask: Ask) -> None:
         """Check all that needs no context window.
@@ -163,11 +164,8 @@ class Admission:
             max_context_tokens: longest prompt plus output of any verifier.
 
         Raises:
-            InvalidArgumentError: if the prompt is empty once tokenised, prompt and output do not fit the window, or its
-                grammar has no meaning.
+            InvalidArgumentError: if the prompt is empty once tokenised, or prompt and output do not fit the window.
         """
-        if ask.sampling.grammar is not None:
-            await asyncio.to_thread(_check_grammar, ask.sampling.grammar)
         field_name, token_ids = await self._tokenise(ask)
         if not token_ids:
             raise InvalidArgumentError(field_name, "gives no tokens")
@@ -182,6 +180,16 @@ class Admission:
             deadline=ask.deadline,
             tenant=label_of(ask),
         )
+
+    async def check_grammar(self, request: RouterRequest) -> None:
+        """Check the grammar of a request, if it has one: by itself, because it costs more than all the rest.
+
+        Raises:
+            InvalidArgumentError: if it has no meaning.
+            OverloadedError: if too many wait to be checked.
+        """
+        if request.sampling.grammar is not None:
+            await self._grammar_check.check(request.sampling.grammar)
 
     async def _tokenise(self, ask: Ask) -> tuple[str, Sequence[int]]:
         """The input's field name and its token ids."""
@@ -221,12 +229,6 @@ def tenant_label(name: str) -> str:
 def label_of(ask: Ask) -> str:
     """The label of whom an ask is for; empty if nobody is known."""
     return "" if ask.tenant is None else tenant_label(ask.tenant)
-
-
-def _check_grammar(grammar: Grammar) -> None:
-    from treeserve_text.grammar import check_grammar  # with its library, which few requests need
-
-    check_grammar(grammar)
 
 
 async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, chars: int) -> list[int]:

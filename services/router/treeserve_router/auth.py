@@ -16,6 +16,7 @@ import structlog
 import yaml
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_router.admission import MAX_ID_CHARS
 from treeserve_wire.file_watch import FileWatch
 
 RELOAD_S = 1.0
@@ -99,6 +100,14 @@ def file_line(key: ApiKey) -> str:
     return "- " + json.dumps({"sha256": key.sha256, "tenant": key.tenant, **trusted, "name": key.name})
 
 
+def check_tenant(tenant: str) -> None:
+    """Raises ValueError for a tenant that no request can have."""
+    if not tenant:
+        raise ValueError("tenant is missing")
+    if len(tenant) > MAX_ID_CHARS:
+        raise ValueError(f"tenant has more than {MAX_ID_CHARS} characters")
+
+
 def _read(path: Path) -> Mapping[str, ApiKey]:
     """Keys by digest, of a YAML list of mappings with the fields of `ApiKey`.
 
@@ -135,6 +144,5 @@ def _key_from(entry: Any) -> ApiKey:
             raise ValueError(f"{name} is no {_FIELDS[name].__name__}")
     if not _DIGEST.fullmatch(entry.get("sha256", "")):
         raise ValueError("sha256 is not 64 lower-case hexadecimal digits; `treeserve keys new` prints a whole line")
-    if not entry.get("tenant"):
-        raise ValueError("tenant is missing")
+    check_tenant(entry.get("tenant", ""))
     return ApiKey(**({"name": entry["sha256"][:8]} | entry))

@@ -10,7 +10,7 @@ from enum import StrEnum
 from treeserve_core.errors import UnavailableError
 from treeserve_router.placement import VerifierState
 
-# Figures are means of this time: who asks every 15 or 30 s misses no burst.
+# Rates are means of this time: who asks every 15 or 30 s misses no burst.
 _WINDOW_S = 30.0
 # Before so much of it is seen, nothing is known.
 _LEAST_S = 10.0
@@ -130,7 +130,8 @@ class Autoscaler:
         """Replicas that a role should have.
 
         Raises:
-            UnavailableError: if that is not known: nobody reported, or not for long enough.
+            UnavailableError: if that is not known: nobody reported, or not for long enough, or verifiers are there and
+                take none of the requests that come.
         """
         if self._unknown:
             raise UnavailableError(self._unknown)
@@ -141,7 +142,10 @@ class Autoscaler:
         demand = self.demand.plus(self._others)
         match role:
             case Role.VERIFIER:
-                return (last.work_s - first.work_s) / elapsed_s * demand.unmet
+                work_s = last.work_s - first.work_s
+                if not work_s and not demand.begun and (demand.offered or demand.waiting):
+                    raise UnavailableError("requests come, and no verifier does anything")
+                return work_s / elapsed_s * demand.unmet
             case Role.SPECULATOR:
                 if not self._speculators:
                     raise UnavailableError("no speculator is attached to a verifier")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,8 @@ OPEN_PATHS = ("/healthz", "/readyz")
 
 # The values of a header, or of metadata, by its lower-case name.
 Values = Callable[[str], Sequence[str]]
+# What comes with an RPC, if anything does.
+Metadata = Iterable[tuple[str, str | bytes]] | None
 
 _NO_KEY = "an API key is needed, as in `authorization: Bearer KEY`"
 
@@ -52,6 +54,11 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 def current_caller() -> Caller:
     """Who makes the call that runs. Raises LookupError where it did not come through the front door."""
     return _caller.get()
+
+
+def values_in(metadata: Metadata) -> Values:
+    """The text that comes with an RPC, by name."""
+    return lambda key: [value for name, value in metadata or () if name == key and isinstance(value, str)]
 
 
 class FrontDoor:
@@ -137,9 +144,8 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Go on, or refuse."""
         if not details.method.startswith(OPEN_RPCS):
-            metadata = details.invocation_metadata or ()
             try:
-                self._door.enter(lambda key: [v for name, v in metadata if name == key and isinstance(v, str)])
+                self._door.enter(values_in(details.invocation_metadata))
             except TreeserveError as error:
                 return _refusal(error)
         return await continuation(details)

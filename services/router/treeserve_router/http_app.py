@@ -87,9 +87,6 @@ def build_app(parts: HttpParts) -> Starlette:
         is_ready = parts.router.is_ready
         return PlainTextResponse("ready\n" if is_ready else "no verifier is connected\n", 200 if is_ready else 503)
 
-    async def metrics(_: Request) -> Response:
-        return Response(generate_latest(parts.registry), media_type=CONTENT_TYPE_LATEST)
-
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _json_error(http_error(error.status_code, error.detail))
@@ -104,11 +101,23 @@ def build_app(parts: HttpParts) -> Starlette:
             Route("/v1/models/{name:path}", model),
             Route("/healthz", healthy),
             Route("/readyz", ready),
-            Route("/metrics", metrics),
+            _metrics_route(parts.registry),
         ],
         middleware=[Middleware(HttpDoor, door=parts.door)],
         exception_handlers={HTTPException: refused},
     )
+
+
+def build_metrics_app(registry: CollectorRegistry) -> Starlette:
+    """The application of a port that has metrics and nothing else, and asks nobody for a key."""
+    return Starlette(routes=[_metrics_route(registry)])
+
+
+def _metrics_route(registry: CollectorRegistry) -> Route:
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Route("/metrics", metrics)
 
 
 class GenerationEndpoint:
@@ -164,7 +173,7 @@ class GenerationEndpoint:
                     elif isinstance(event, Finished):
                         body = answer.whole(chunks, event)
         except Exception as error:
-            await exchange.respond(_json_error(_error_response(error)))
+            await exchange.respond(_json_error(_error_response(call.named(error))))
             return
         await exchange.respond(JSONResponse(body))
 
@@ -175,7 +184,7 @@ class GenerationEndpoint:
                 answer = self._format(call, await anext(events))
                 event = await anext(events)
             except Exception as error:
-                await exchange.respond(_json_error(_error_response(error)))
+                await exchange.respond(_json_error(_error_response(call.named(error))))
                 return
             await exchange.start_events()
             if (opening := answer.opening()) is not None:
@@ -188,7 +197,7 @@ class GenerationEndpoint:
                         break
                     event = await anext(events)
             except Exception as error:
-                await exchange.send_event(_error_response(error).body)
+                await exchange.send_event(_error_response(call.named(error)).body)
         await exchange.end_events()
 
     def _format(self, call: _Call, started: GenerationEvent) -> Format:

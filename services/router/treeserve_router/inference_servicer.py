@@ -13,7 +13,7 @@ from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from treeserve_router.admission import OPEN_ENDED, Ask, tenant_label
 from treeserve_router.explain import DecisionLog
 from treeserve_router.explain_messages import explanation_to_proto
-from treeserve_router.front_door import current_caller
+from treeserve_router.front_door import current_caller, values_in
 from treeserve_router.generation import Finished, GenerationEvent, Started
 from treeserve_router.pool import ServedModel
 from treeserve_router.router import Router
@@ -97,6 +97,7 @@ class InferenceServicer(InferenceServiceServicer):
 
 def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
     caller = current_caller()
+    values = values_in(context.invocation_metadata())
     remaining_s = context.time_remaining()
     kind = request.WhichOneof("input")
     return Ask(
@@ -106,7 +107,7 @@ def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
         limits=caller.levels.resolve(
             codec.limits_from_proto(request.speculation, request.service_level),
             class_given=bool(request.service_level.service_class),
-            values=lambda key: _metadata(context, key),
+            values=values,
         ),
         request_id=request.request_id,
         model=request.model,
@@ -117,14 +118,9 @@ def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:
         generated_token_ids=request.generated_token_ids,
         session_id=request.session_id,
         deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
-        traceparent=next(iter(_metadata(context, "traceparent")), ""),
+        traceparent=next(iter(values("traceparent")), ""),
         tenant=caller.tenant,
     )
-
-
-def _metadata(context: _Context, key: str) -> list[str]:
-    metadata = context.invocation_metadata() or ()
-    return [value for name, value in metadata if name == key and isinstance(value, str)]
 
 
 def _finished_to_proto(finished: Finished) -> pb.Finished:

@@ -29,7 +29,7 @@ FLUSH_INTERVAL_S = 0.25
 # A larger record, or more of them in one call, might not be written within the time limit of a call.
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_CALL_RECORDS = 64
-# All but the tokens: stop strings and logit biases, at most.
+# All but the tokens and a grammar: stop strings and logit biases, at most.
 _RECORD_OVERHEAD_BYTES = 16 << 10
 _TOKEN_BYTES = 4
 
@@ -276,7 +276,9 @@ class Journal:
 
 
 def _size(request: RouterRequest) -> int:
-    return _RECORD_OVERHEAD_BYTES + _TOKEN_BYTES * request.max_total_tokens
+    grammar = request.sampling.grammar
+    grammar_bytes = 0 if grammar is None else grammar.num_bytes
+    return _RECORD_OVERHEAD_BYTES + grammar_bytes + _TOKEN_BYTES * request.max_total_tokens
 
 
 async def _send(redis: Redis, steps: Sequence[_Step]) -> list[int]:

@@ -14,6 +14,8 @@ from treeserve_router.admission import RouterRequest
 from treeserve_wire import codec
 
 _REQUEST = b"request"
+# One with a grammar. A router that knows none must not find it: it would run it without.
+_CONSTRAINED = b"constrained_request"
 _TOKEN = np.dtype("<u4")
 
 
@@ -44,7 +46,7 @@ def request_fields(request: RouterRequest) -> dict[bytes, bytes]:
         session_id=request.session_id,
         preemptible=request.limits.preemptible,
     )
-    return {_REQUEST: message.SerializeToString()}
+    return {_CONSTRAINED if request.has_grammar else _REQUEST: message.SerializeToString()}
 
 
 def output_fields(offset: int, token_ids: Sequence[int]) -> dict[bytes, bytes]:
@@ -55,7 +57,7 @@ def output_fields(offset: int, token_ids: Sequence[int]) -> dict[bytes, bytes]:
 def parse_record(fields: Mapping[bytes, bytes]) -> JournalEntry | None:
     """The entry of a record; None if there is none, or one that this version cannot read."""
     try:
-        message = pb.SubmitSequence.FromString(fields[_REQUEST])
+        message = pb.SubmitSequence.FromString(fields.get(_CONSTRAINED) or fields[_REQUEST])
         request = _request(message)
         pieces = {int(name): np.frombuffer(value, _TOKEN) for name, value in fields.items() if name.isdigit()}
     except (KeyError, ValueError, DecodeError, InvalidArgumentError):

@@ -26,7 +26,7 @@ from treeserve_router.explain import DecisionLog
 from treeserve_router.front_door import FrontDoor, GrpcDoor
 from treeserve_router.generation import GenerationParts
 from treeserve_router.hedging import Hedger
-from treeserve_router.http_app import HttpParts, build_app
+from treeserve_router.http_app import HttpParts, build_app, build_metrics_app
 from treeserve_router.http_server import HttpServer
 from treeserve_router.inference_servicer import SERVICE_NAME, InferenceServicer
 from treeserve_router.load_watch import LoadWatch
@@ -46,7 +46,7 @@ from treeserve_text.tokenizer import Tokenizer
 from treeserve_wire.discovery import PeerWatch
 from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
-from treeserve_wire.telemetry import setup_tracing, start_metrics
+from treeserve_wire.telemetry import setup_tracing
 from treeserve_wire.tls import Tls
 
 # Long-lived clients reconnect this often, so that they find new replicas.
@@ -62,10 +62,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a router listens; `http` is empty if it is off."""
+    """Where a router listens; `http` and `metrics` are empty if they are off."""
 
     grpc: str
     http: str
+    metrics: str
 
 
 class RouterProcess:
@@ -121,15 +122,17 @@ class RouterProcess:
         )
         autoscaler = Autoscaler(config.streams_per_router, clock)
         shared_demand = SharedDemand(link, config.model_name, config.router_id) if link is not None else None
-        self._load_watch = LoadWatch(autoscaler, self._pool, self._dispatcher, queue, shared_demand)
+        self._load_watch = LoadWatch(autoscaler, self._pool, self._dispatcher, queue, clock, shared_demand)
         # KEDA brings no API key.
-        asked = self._server.probed if config.health_listen else self._server.grpc
-        add_ExternalScalerServicer_to_server(ScalerServicer(autoscaler), asked)
+        add_ExternalScalerServicer_to_server(ScalerServicer(autoscaler), self._server.probed or self._server.grpc)
         app = build_app(HttpParts(router, tokenizer, config.model_name, registry, door))
         self._http = None
         if config.http_listen:
             context = None if tls is None else tls.http_context(client_certs=config.require_client_certs)
             self._http = HttpServer(app, config.http_listen, config.drain_s + _CUT_S, context)
+        self._metrics = None
+        if config.metrics_listen:
+            self._metrics = HttpServer(build_metrics_app(registry), config.metrics_listen, _CUT_S)
         self._pool_changed = asyncio.Event()
         self._pool.subscribe(self._pool_changed.set)
         metrics.watch(queue, lambda: len(self._pool.states()))
@@ -145,10 +148,11 @@ class RouterProcess:
         """
         grpc_address = await self._server.start(serving=False)
         http_address = await self._http.start() if self._http is not None else ""
+        metrics_address = await self._metrics.start() if self._metrics is not None else ""
         async with asyncio.TaskGroup() as background:
             tasks = [background.create_task(work) for work in self._background()]
             try:
-                yield Addresses(grpc_address, http_address)
+                yield Addresses(grpc_address, http_address, metrics_address)
             finally:
                 await self._drain()
                 for task in tasks:
@@ -182,6 +186,8 @@ class RouterProcess:
         await self._pool.close()
         self._quotas.settle()
         await self._shared.close()
+        if self._metrics is not None:
+            await self._metrics.drain()
 
 
 def make_queue(config: RouterConfig, tenants: Tenants, clock: Callable[[], float]) -> RequestQueue:
@@ -222,7 +228,6 @@ async def run(config: RouterConfig, stop: asyncio.Event) -> None:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.model_folder)
-    start_metrics(config.metrics_listen, registry)
     async with RouterProcess(config, tokenizer, tracer, registry).running() as addresses:
         settle_in()
         _log.info("serving", grpc=addresses.grpc, http=addresses.http, verifiers=config.verifiers)

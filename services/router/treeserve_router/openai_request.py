@@ -110,6 +110,16 @@ class GenerationOptions(Strict):
             grammar=self._grammar(),
         )
 
+    def named(self, error: Exception) -> Exception:
+        """The error, with the client's own name for its grammar."""
+        if isinstance(error, InvalidArgumentError) and error.field.startswith("sampling.grammar"):
+            return InvalidArgumentError(self._grammar_param, error.reason)
+        return error
+
+    @property
+    def _grammar_param(self) -> str:
+        return "structured_outputs" if self.structured_outputs is None else self.structured_outputs.param
+
     def _grammar(self) -> Grammar | None:
         return None if self.structured_outputs is None else self.structured_outputs.to_grammar()
 
@@ -230,6 +240,10 @@ class ChatCompletionRequest(GenerationOptions):
         if by_format is not None and by_extension is not None:
             raise InvalidArgumentError("response_format", "contradicts structured_outputs")
         return by_format or by_extension
+
+    @property
+    def _grammar_param(self) -> str:
+        return self.response_format.param if self.structured_outputs is None else super()._grammar_param
 
 
 def _invalid_argument(first: Any) -> InvalidArgumentError:

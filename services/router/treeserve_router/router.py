@@ -143,6 +143,7 @@ class Router:
                 yield event
 
     async def _generate(self, request: RouterRequest, span: Span) -> AsyncGenerator[GenerationEvent, None]:
+        await self._admission.check_grammar(request)
         affinity = await self._book.find(request)
         generation = Generation(request, self._parts, affinity, span)
         key = (request.tenant, request.request_id)

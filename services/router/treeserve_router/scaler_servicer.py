@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -36,9 +35,8 @@ class ScalerServicer(ExternalScalerServicer):
     async def StreamIsActive(  # noqa: N802
         self, request: pb.ScaledObjectRef, context: _Context
     ) -> AsyncIterator[pb.IsActiveResponse]:
-        """The same once; it never changes."""
+        """The same, once: it never changes, and a stream that is held open would hold up the drain."""
         yield pb.IsActiveResponse(result=True)
-        await asyncio.Event().wait()
 
     async def GetMetricSpec(  # noqa: N802
         self, request: pb.ScaledObjectRef, context: _Context

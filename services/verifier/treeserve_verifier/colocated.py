@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Protocol, cast
 
@@ -105,12 +106,13 @@ class ColocatedOutbox:
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         """A new sequence to draft for."""
         submission = sequence.submission
+        sampling = replace(submission.sampling, grammar=None)  # which drafters do not know
         self._call(
             lambda drafter: drafter.assign(
                 handle,
                 sequence.tokens,
                 sequence.prompt_len,
-                submission.sampling,
+                sampling,
                 submission.limits,
                 submission.tenant,
                 budget,

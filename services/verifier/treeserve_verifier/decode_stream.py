@@ -16,7 +16,7 @@ from treeserve_core.grammar import Grammar
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_engine.constraint import Constraint
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.intake import Intake
+from treeserve_verifier.intake import CompleteError, Intake
 from treeserve_verifier.load import Load
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.sequence import Emission, Sequence, Submission
@@ -69,6 +69,7 @@ class DecodeStream:
             if submission.sampling.grammar is None:
                 self._accept(handle, submission, None)
             else:
+                self._intake.check(submission)
                 compiling = self._compile(handle, submission, submission.sampling.grammar)
                 self._compiling[handle] = asyncio.create_task(compiling)
         except Exception as error:
@@ -141,7 +142,12 @@ class DecodeStream:
 
     def _accept(self, handle: int, submission: Submission, constraint: Constraint | None) -> None:
         first = len(submission.generated_token_ids)
-        sequence = self._intake.accept(submission, lambda emission: self._emit(handle, emission, first), constraint)
+        try:
+            sequence = self._intake.accept(submission, lambda emission: self._emit(handle, emission, first), constraint)
+        except CompleteError as complete:
+            self._emit(handle, Emission(first, (), finish_reason=complete.finish_reason), first)
+            self.flush()
+            return
         self._loop.submit(sequence)
         self._sequences[handle] = sequence
 

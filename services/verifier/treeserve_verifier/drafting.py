@@ -215,14 +215,14 @@ class DraftDesk:
         """The merged tree under the sequence's present root, with what its grammar forces; None if there is none."""
         offers = (seat.offer() for seat in self._seats.get(sequence, ()))
         trees = [tree for tree in offers if tree is not None]
-        if self.has_forced(sequence):
-            chain = [sequence.tokens[-1], *sequence.sampler.forced()[:_MOST_FORCED]]
+        if forced := self._forced(sequence):
+            chain = [sequence.tokens[-1], *forced[:_MOST_FORCED]]
             trees.append(TokenTree.chain(chain, [0.0] * len(chain)))
         return merge(trees) if trees else None
 
     def has_forced(self, sequence: Sequence) -> bool:
         """Whether its grammar leaves no choice of the next token, and its request allows trees."""
-        return sequence in self._seats and bool(sequence.sampler.forced())
+        return bool(self._forced(sequence))
 
     def wait_until(self, sequences: SequenceOf[Sequence]) -> float:
         """Clock time until which a step that decodes these sequences should wait for trees; in the past for not.
@@ -240,6 +240,9 @@ class DraftDesk:
             return 0.0
         token_s = self._asking.present.token_s
         return max(self._wait_until(speculator, token_s * tokens) for speculator, tokens in missing.items())
+
+    def _forced(self, sequence: Sequence) -> SequenceOf[int]:
+        return sequence.sampler.forced() if sequence in self._seats else ()
 
     def _wait_until(self, speculator: Speculator, gain_s: float) -> float:
         bound_s = min(gain_s, self._max_wait_s)

@@ -11,7 +11,7 @@ from opentelemetry import trace
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.grammar import Grammar
 from treeserve_core.identity import ModelIdentity, check_tenant
-from treeserve_core.outcome import SpeculationStats
+from treeserve_core.outcome import FinishReason, SpeculationStats
 from treeserve_core.sampling import check_combination, check_token_ids
 from treeserve_engine.accept import SequenceSampler
 from treeserve_engine.constraint import Constraint
@@ -24,6 +24,17 @@ from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.telemetry import context_from
 
 _MOST_SESSION_CHARACTERS = 128
+
+
+class CompleteError(Exception):
+    """The tokens of a submission are a whole text of its grammar, after which nothing can follow.
+
+    Who ran it before did not get to say so, and nobody else can tell.
+    """
+
+    def __init__(self, finish_reason: FinishReason) -> None:
+        super().__init__(finish_reason.name)
+        self.finish_reason = finish_reason
 
 
 class Intake:
@@ -49,11 +60,16 @@ class Intake:
         self._seq_ids = itertools.count(1)
         self._grammars = Grammars(tokenizer)
 
+    async def prepare(self) -> None:
+        """Do what the first grammar would wait for."""
+        await self._grammars.prepare()
+
     async def constraint(self, grammar: Grammar) -> Constraint:
         """What a grammar allows at the beginning of an output. Compiles it beside the event loop and the steps.
 
         Raises:
             InvalidArgumentError: if it has no meaning or allows no text.
+            OverloadedError: if too many wait to be compiled.
         """
         return await self._grammars.matcher(grammar)
 
@@ -72,8 +88,9 @@ class Intake:
         Raises:
             InvalidArgumentError: if the submission does not fit the model or this verifier's context window.
             StaleEpochError: if a newer turn of its session was seen.
+            CompleteError: if its grammar has ended already.
         """
-        self._check(submission)
+        self.check(submission)
         sampler = self._sampler(submission, constraint)
         watch = None
         if submission.stopping.stop_strings:
@@ -110,11 +127,14 @@ class Intake:
             )
         except RuntimeError:  # tokens after the end
             raise InvalidArgumentError("generated_token_ids", "go on after the end of the generation") from None
+        if sampler.finish_reason is not None and constraint is not None:
+            raise CompleteError(sampler.finish_reason)
         if sampler.finish_reason is not None:
             raise InvalidArgumentError("generated_token_ids", "are a finished generation")
         return sampler
 
-    def _check(self, submission: Submission) -> None:
+    def check(self, submission: Submission) -> None:
+        """Check all of a submission but its grammar. Raises InvalidArgumentError."""
         if not submission.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", "is empty")
         for name in ("prompt_token_ids", "generated_token_ids"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
-from treeserve_core.errors import HandedBackError
+from treeserve_core.errors import HandedBackError, InvalidArgumentError
 from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_verifier.colocated import ColocatedOutbox
@@ -247,7 +247,7 @@ class VerifyLoop:
     def _settle(self, result: StepResult, node_cost: float) -> None:
         sequence = result.planned.sequence
         if result.error is not None:
-            _log.error("sequence failed", request_id=sequence.submission.request_id, exc_info=result.error)
+            self._log_failure(sequence, result.error)
             self._scheduler.settle_failed(result.planned, result.error)
             return
         base_len = len(sequence.tokens)
@@ -259,6 +259,13 @@ class VerifyLoop:
         if result.outcome.finish_reason is None and not sequence.cancelled:
             nodes = result.planned.rows - result.planned.chunk
             self._desk.committed(sequence, base_len, result.top_token_ids, spent=node_cost * nodes)
+
+    def _log_failure(self, sequence: Sequence, error: Exception) -> None:
+        request_id = sequence.submission.request_id
+        if isinstance(error, InvalidArgumentError):  # the client's fault: a grammar that takes more than its share
+            _log.info("sequence refused", request_id=request_id, error=str(error))
+        else:
+            _log.error("sequence failed", request_id=request_id, exc_info=error)
 
     def _catch_up(self) -> None:
         """Do what a step left for later: count it, and have its tokens sent."""

@@ -206,6 +206,10 @@ class Verifier:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(decode, draft), self.server.grpc)
         self._export(metrics, engine.divergence)
 
+    async def prepare(self) -> None:
+        """Do beforehand what would stop every thread for a while, once this serves."""
+        await self._intake.prepare()
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain: running sequences may end, the rest is handed back."""
         stepping = asyncio.create_task(self.loop.run())
@@ -277,6 +281,7 @@ async def run(config: VerifierConfig, stop: asyncio.Event) -> None:
     engine = await asyncio.to_thread(load_engine, config)
     verifier = Verifier(config, engine, tracer, VerifierMetrics(), tls)
     start_metrics(config.metrics_listen)
+    await verifier.prepare()
     await verifier.serve(stop)
 
 
