@@ -46,15 +46,52 @@ def test_without_a_target_it_goes_before_what_comes_a_minute_later() -> None:
     assert list(waiting.in_order()) == [patient, late, early]  # early is late by now
 
 
-def test_what_is_late_goes_behind_what_can_be_on_time_but_before_a_less_urgent_class() -> None:
+def test_what_is_late_goes_behind_all_that_can_be_on_time_until_it_ages() -> None:
     clock = Clock()
     waiting = queue(clock)
-    missed, batch, hopeful = ticket(ttft_ms=100), ticket(BATCH), ticket(ttft_ms=2000)
-    put_all(waiting, [missed, batch, hopeful])
-    assert list(waiting.in_order()) == [missed, hopeful, batch]
+    missed, batch, hopeful = ticket(ttft_ms=100), ticket(BATCH), ticket(ttft_ms=20_000)
+    tardy = ticket(BATCH, ttft_ms=100)
+    put_all(waiting, [tardy, missed, batch, hopeful])
+    assert list(waiting.in_order()) == [missed, hopeful, tardy, batch]
     clock.now += 0.2
-    assert list(waiting.in_order()) == [hopeful, missed, batch]
-    assert served_order(waiting) == [hopeful, missed, batch]
+    assert list(waiting.in_order()) == [hopeful, batch, missed, tardy]
+    assert served_order(waiting) == [hopeful, batch, missed, tardy]
+    put_all(waiting, [missed, batch, hopeful])
+    clock.now += 10
+    assert list(waiting.in_order()) == [hopeful, missed, batch], "aged, before the less urgent class"
+
+
+def test_what_ran_before_stays_in_front_though_it_is_late() -> None:
+    clock = Clock()
+    waiting = queue(clock)
+    put_all(waiting, [again := ticket(ttft_ms=100, is_replay=True), fresh := ticket(ttft_ms=2000)])
+    clock.now += 0.2
+    assert list(waiting.in_order()) == [again, fresh]
+
+
+def test_a_class_that_aged_gets_its_share_though_a_more_urgent_one_is_late() -> None:
+    clock = Clock()
+    waiting = queue(clock)
+    put_all(waiting, [ticket(BATCH) for _ in range(20)])
+    clock.now += 11
+    put_all(waiting, [ticket(REALTIME, ttft_ms=10) for _ in range(20)])
+    clock.now += 0.1
+    put_all(waiting, [ticket(STANDARD) for _ in range(40)])
+    classes = Counter(taken(waiting).request.limits.service_class for _ in range(30))
+    assert classes == {STANDARD: 20, BATCH: 10}  # weights 2 and 1
+
+
+def test_what_is_lost_is_walked_once_however_much_of_it_aged() -> None:
+    clock = Clock()
+    waiting = queue(clock)
+    aged = [ticket(tenant="ab"[i % 2], ttft_ms=50) for i in range(6)]
+    put_all(waiting, aged)
+    clock.now += 9
+    lost = [ticket(tenant="ab"[i % 2], ttft_ms=50) for i in range(6)]
+    put_all(waiting, lost)
+    clock.now += 2
+    put_all(waiting, [on_time := ticket(BATCH, ttft_ms=5000)])
+    assert list(waiting.in_order()) == [*aged, on_time, *lost]
 
 
 def test_an_expired_request_is_not_dispatched() -> None:

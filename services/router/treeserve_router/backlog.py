@@ -48,7 +48,7 @@ class Entry(Generic[T]):
 class Backlog(Generic[T]):
     """What waits of one tenant: what can be on time by urgency, and behind it what is late.
 
-    Once the first of what is late has aged, it has every fourth turn.
+    Once the first of what is late has aged, it has every fourth turn. What is late and has not aged is lost.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Backlog(Generic[T]):
         self._turns = self._turns + 1 if len(self._on_time) < num_on_time else 0
 
     def walk(self, aged_before: float) -> Iterator[Entry[T]]:
-        """In order of dispatch, as if each were dispatched; entries may leave meanwhile.
+        """What is not lost in order of dispatch, as if each were dispatched; entries may leave meanwhile.
 
         Args:
             aged_before: what came at that time or before has aged.
@@ -90,15 +90,24 @@ class Backlog(Generic[T]):
         turns = self._turns
         while True:
             on_time, late = _first_after(self._on_time, after_on_time), _first_after(self._late, after_late)
-            is_lates_turn = late is not None and late.arrived <= aged_before and turns >= _LATE_TURN - 1
-            if on_time is not None and not is_lates_turn:
+            is_aged = late is not None and late.arrived <= aged_before
+            if on_time is not None and not (is_aged and turns >= _LATE_TURN - 1):
                 yield on_time
                 after_on_time, turns = on_time.rank, turns + 1
-            elif late is not None:
+            elif late is not None and is_aged:
                 yield late
                 after_late, turns = late.rank, 0
             else:
                 return
+
+    def walk_lost(self, aged_before: float) -> Iterator[Entry[T]]:
+        """What `walk` leaves out, likewise."""
+        after, is_lost = (-inf, -1), False
+        while (late := _first_after(self._late, after)) is not None:
+            is_lost = is_lost or late.arrived > aged_before
+            if is_lost:
+                yield late
+            after = late.rank
 
 
 def _first_after(entries: list[Entry[T]], rank: tuple[float, int]) -> Entry[T] | None:

@@ -59,9 +59,13 @@ class Lane(Generic[T]):
             self._served[tenant] = served
             insort(self._turns, (served, tenant))
 
-    def walk(self, aged_before: float) -> Iterator[Entry[T]]:
-        """All entries in order, as if each were dispatched. Entries may leave and tenants be charged meanwhile; what
-        comes meanwhile may be missed.
+    def walk(self, aged_before: float, *, lost: bool = False) -> Iterator[Entry[T]]:
+        """Entries in order, as if each were dispatched. Entries may leave and tenants be charged meanwhile; what comes
+        meanwhile may be missed.
+
+        Args:
+            aged_before: what came at that time or before has aged.
+            lost: walk what is late and has not aged, and nothing else; by default all else.
         """
         again: list[tuple[float, str, Iterator[Entry[T]]]] = []  # tenants that had a turn, and what is left of them
         seen: set[str] = set()
@@ -72,7 +76,8 @@ class Lane(Generic[T]):
                 served, tenant, entries = heappop(again)
             elif turn is not None:
                 last, (served, tenant) = turn, turn
-                entries = self._backlogs[tenant].walk(aged_before)
+                backlog = self._backlogs[tenant]
+                entries = backlog.walk_lost(aged_before) if lost else backlog.walk(aged_before)
                 seen.add(tenant)
             else:
                 return
@@ -154,7 +159,7 @@ class Band(Generic[T]):
         if not self.replays.count(tenant) and not self.fresh.count(tenant):
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
         self._lane(entry).add(entry, self._served[tenant])
-        if entry.due < inf:
+        if entry.due < inf and not entry.is_replay:  # what ran before stays in front
             insort(self._by_due, entry, key=_due)
 
     def remove(self, entry: Entry[T]) -> None:

@@ -76,6 +76,9 @@ class ArrivalOrder(Generic[T]):
 class QosOrder(Generic[T]):
     """Classes by urgency; in a class fair shares between tenants; of a tenant the earliest deadline.
 
+    What has become late goes behind all that has not, whatever their classes, until it has waited `ageing_s`: then it
+    has every fourth turn of its tenant.
+
     Ageing: once the first of a lane has waited `ageing_s`, the lane gets its weight's share: its class's weight of
     dispatches for every weight of the most urgent lane that waits. So nothing starves, and a backlog of what waited
     long does not hold up what is urgent.
@@ -105,7 +108,8 @@ class QosOrder(Generic[T]):
         aged = self._aged(now)
         self._credit = [credit if is_aged else 0.0 for credit, is_aged in zip(self._credit, aged, strict=True)]
         chosen = next(i for i, lane in enumerate(self._lanes) if entry in lane)
-        top = next(i for i, lane in enumerate(self._lanes) if len(lane) > 0)
+        in_front = (i for i, lane in enumerate(self._lanes) if any(lane.walk(now - self._ageing_s)))
+        top = next(in_front, chosen)
         self._account(chosen, top, aged, self._credit)
         self._bands[entry.service_class].take(entry)
 
@@ -117,8 +121,8 @@ class QosOrder(Generic[T]):
         """All that waits, in order, as if each were dispatched; what it gives may leave meanwhile."""
         for band in self._bands.values():
             band.pass_over(now)
-        aged, credit = self._aged(now), list(self._credit)
-        walks = {i: lane.walk(now - self._ageing_s) for i, lane in enumerate(self._lanes) if len(lane) > 0}
+        aged, credit, aged_before = self._aged(now), list(self._credit), now - self._ageing_s
+        walks = {i: lane.walk(aged_before) for i, lane in enumerate(self._lanes) if len(lane) > 0}
         heads = {i: entry for i, walk in walks.items() if (entry := next(walk, None)) is not None}
         while heads:
             top = min(heads)
@@ -130,6 +134,8 @@ class QosOrder(Generic[T]):
                 del heads[chosen]
             else:
                 heads[chosen] = following
+        for lane in self._lanes:
+            yield from lane.walk(aged_before, lost=True)
 
     def victims(self, newcomer: Entry[T]) -> Iterator[Entry[T]]:
         """Of less urgent classes anything; of the newcomer's own, what tenants have waiting that exceeds its tenant's.
