@@ -36,7 +36,7 @@ from treeserve_router.admission import RouterRequest
 from treeserve_router.mailbox import Mailbox
 from treeserve_router.placement import VerifierState, place
 from treeserve_router.queue import Ticket
-from treeserve_wire.codec import proposal_from_proto, proposal_to_proto
+from treeserve_wire.draft_codec import proposal_from_proto, proposal_to_proto
 
 RULES = [rule.label for rule in AcceptanceRule]
 ALL_RULES = [int(rule) for rule in AcceptanceRule]

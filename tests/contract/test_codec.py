@@ -22,7 +22,7 @@ from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationSt
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits, ServiceClass, StoppingCriteria
 from treeserve_core.tree import TokenTree
-from treeserve_wire import codec
+from treeserve_wire import codec, draft_codec
 
 VOCAB = 1000
 BOUNDS = {"vocab_size": VOCAB, "max_nodes": 8, "max_depth": 4, "num_sources": 3}
@@ -116,9 +116,9 @@ def test_limits_round_trip(value: SequenceLimits, acceptance: Acceptance) -> Non
 @given(st.integers(1, 2**32 - 1), trees(), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_proposal_round_trip(base: int, tree: TokenTree, draft_us: int, handle: int) -> None:
     proposal = DraftProposal(base, tree, draft_us)
-    msg = through_bytes(codec.proposal_to_proto(handle, proposal))
+    msg = through_bytes(draft_codec.proposal_to_proto(handle, proposal))
     assert msg.handle == handle
-    assert codec.proposal_from_proto(msg, vocab_size=VOCAB, max_nodes=8, max_depth=7, num_sources=3) == proposal
+    assert draft_codec.proposal_from_proto(msg, vocab_size=VOCAB, max_nodes=8, max_depth=7, num_sources=3) == proposal
 
 
 def test_float32_values_are_stable_after_one_hop() -> None:
@@ -240,7 +240,7 @@ GOLDEN = {
     "log_probs": (codec.log_probs_to_proto(LOG_PROBS)[0], "0a07080515000000bf1207080515000000bf12070807150000a0bf"),
     "stats": (codec.stats_to_proto(STATS), "0803100c1804220203012801"),
     "proposal": (
-        codec.proposal_to_proto(3, PROPOSAL),
+        draft_codec.proposal_to_proto(3, PROPOSAL),
         "0803100a1a0305060722030100002a0c00000000000000bf000000c0320300010338fa01",
     ),
 }
@@ -264,15 +264,15 @@ def proposal_message(**changes: Any) -> verifier_pb2.TreeProposal:
 
 
 def test_the_well_formed_proposal_is_taken() -> None:
-    assert codec.proposal_from_proto(proposal_message(), **BOUNDS).tree == TokenTree((5, 6, 7), (-1, 0, 1))
-    drawn = codec.proposal_from_proto(proposal_message(draws=[node_draws()]), **BOUNDS).tree
+    assert draft_codec.proposal_from_proto(proposal_message(), **BOUNDS).tree == TokenTree((5, 6, 7), (-1, 0, 1))
+    drawn = draft_codec.proposal_from_proto(proposal_message(draws=[node_draws()]), **BOUNDS).tree
     assert drawn == TokenTree((5, 6, 7), (-1, 0, 1), draws=(Draws((6, 6), (6,), (1.0,)), None, None))
 
 
 def test_ids_to_draw_outside_the_vocabulary_are_refused() -> None:
     message = proposal_message(draws=[node_draws(support=[6, VOCAB], weights=[0.5, 0.5])])
     with pytest.raises(InvalidArgumentError, match=r"draws\.support"):
-        codec.proposal_from_proto(message, **BOUNDS)
+        draft_codec.proposal_from_proto(message, **BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -309,14 +309,14 @@ def test_ids_to_draw_outside_the_vocabulary_are_refused() -> None:
 )
 def test_malformed_trees_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidTreeError, match=reason):
-        codec.proposal_from_proto(proposal_message(**changes), **BOUNDS)
+        draft_codec.proposal_from_proto(proposal_message(**changes), **BOUNDS)
 
 
 def test_token_ids_outside_the_vocabulary_and_a_base_of_zero_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="token_ids"):
-        codec.proposal_from_proto(proposal_message(token_ids=[5, 6, VOCAB]), **BOUNDS)
+        draft_codec.proposal_from_proto(proposal_message(token_ids=[5, 6, VOCAB]), **BOUNDS)
     with pytest.raises(InvalidArgumentError, match="base_committed_len"):
-        codec.proposal_from_proto(proposal_message(base_committed_len=0), **BOUNDS)
+        draft_codec.proposal_from_proto(proposal_message(base_committed_len=0), **BOUNDS)
 
 
 def test_an_oversize_tree_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_an_oversize_tree_is_refused_before_it_is_built(monkeypatch: pytest.Monk
     monkeypatch.setattr(codec, "TokenTree", build)
     huge = proposal_message(token_ids=[1] * 100_000, parents=[-1] * 100_000)
     with pytest.raises(InvalidTreeError, match="100000 nodes"):
-        codec.proposal_from_proto(huge, **BOUNDS)
+        draft_codec.proposal_from_proto(huge, **BOUNDS)
 
 
 def test_every_field_of_the_sampling_message_has_its_parameter() -> None:

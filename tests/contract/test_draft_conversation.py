@@ -29,7 +29,7 @@ from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.ngram import NgramSource
 from treeserve_speculator.sources.recycling import RecyclingSource
 from treeserve_speculator.sources.suffix import SuffixSource
-from treeserve_wire.codec import proposal_from_proto
+from treeserve_wire.draft_codec import proposal_from_proto
 from treeserve_wire.status import to_status
 
 

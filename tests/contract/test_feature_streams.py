@@ -30,7 +30,7 @@ from treeserve_training.ssm_export import drafter_target
 from treeserve_verifier.draft_stream import DraftStream
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.speculator import CommitNotice
-from treeserve_wire import codec
+from treeserve_wire import draft_codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
 
 SHAPE = FeatureShape((1, 3), 4)
@@ -44,11 +44,11 @@ def some_rows(tokens: int = 3, first: int = 7) -> FeatureRows:
 
 def test_they_travel_unchanged():
     rows = some_rows()
-    message = verifier_pb2.Features.FromString(codec.features_to_proto(rows).SerializeToString())
-    back = codec.features_from_proto(message, SHAPE)
+    message = verifier_pb2.Features.FromString(draft_codec.features_to_proto(rows).SerializeToString())
+    back = draft_codec.features_from_proto(message, SHAPE)
     assert back.first == rows.first and back.values.dtype == np.float16
     assert back.values.tobytes() == rows.values.tobytes() and back.values.shape == rows.values.shape
-    assert codec.feature_shape_from_proto(codec.feature_shape_to_proto(SHAPE)) == SHAPE
+    assert draft_codec.feature_shape_from_proto(draft_codec.feature_shape_to_proto(SHAPE)) == SHAPE
 
 
 def flipped(message: verifier_pb2.Features) -> None:
@@ -65,17 +65,17 @@ DAMAGE: dict[str, Callable[[verifier_pb2.Features], Any]] = {
     "another width": lambda m: (setattr(m, "hidden_size", 8), setattr(m, "layers", 1)),
     "another type": lambda m: setattr(m, "dtype", "bfloat16"),
     "not finite": lambda m: m.CopyFrom(
-        codec.features_to_proto(FeatureRows(7, np.full((3, *SHAPE.row_shape), np.inf, np.float16)))
+        draft_codec.features_to_proto(FeatureRows(7, np.full((3, *SHAPE.row_shape), np.inf, np.float16)))
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_ones_cost_a_sequence_its_features_and_nothing_else(damage):
-    message = codec.features_to_proto(some_rows())
+    message = draft_codec.features_to_proto(some_rows())
     DAMAGE[damage](message)
     with pytest.raises(InvalidArgumentError, match="features"):
-        codec.features_from_proto(message, SHAPE)
+        draft_codec.features_from_proto(message, SHAPE)
     commit = verifier_pb2.Commit(handle=1, base_committed_len=3, token_ids=[5], features=[message])
     committed = committed_from_proto(commit, 100, SHAPE)
     assert committed.token_ids == (5,) and committed.features is None
@@ -112,7 +112,7 @@ async def test_frames_stay_small_and_gathered_features_are_the_latest():
     assert [commit.handle for commit in commits] == list(range(1, 9))
     assert all(update.ByteSize() < MAX_MESSAGE_BYTES for update in updates)
     for commit in commits:
-        blocks = [codec.features_from_proto(block, wide) for block in commit.features]
+        blocks = [draft_codec.features_from_proto(block, wide) for block in commit.features]
         assert [block.first for block in blocks] == [14, 15] and list(commit.token_ids) == list(range(10, 16))
 
 
@@ -130,7 +130,7 @@ def reference(tiny_model: Path, tokens: list[int]) -> np.ndarray:
 
 def sent(speculator: SpeculatorPeer, shape: FeatureShape) -> list[FeatureRows]:
     entries = [*speculator.assignments, *speculator.commits]
-    return [codec.features_from_proto(block, shape) for entry in entries for block in entry.features]
+    return [draft_codec.features_from_proto(block, shape) for entry in entries for block in entry.features]
 
 
 def wanted(running: RunningVerifier) -> FeatureShape:
@@ -154,12 +154,12 @@ async def test_a_speculator_gets_those_of_every_token_and_of_the_end_of_the_prom
             right = a if len(tokens) % 5 else (a + 1) % 200
             return TokenTree((tokens[-1], (right + 7) % 200, right, b), (-1, 0, 0, 2), (0.0, -0.1, -0.1, -0.1))
 
-        hello = {"wants_features": codec.feature_shape_to_proto(shape)}
+        hello = {"wants_features": draft_codec.feature_shape_to_proto(shape)}
         async with (
             SpeculatorPeer(running, draft, **hello) as speculator,
             SpeculatorPeer(running, lambda *_: None, sources=["other"]) as modest,
         ):
-            assert codec.feature_shape_from_proto(speculator.welcome.features) == shape
+            assert draft_codec.feature_shape_from_proto(speculator.welcome.features) == shape
             output = await router.generate(2, PROMPT, max_tokens=40, seed=3, temperature=0.9)
             await until(lambda: len(speculator.released) == 1)
             blocks = sent(speculator, shape)
@@ -177,7 +177,7 @@ async def test_a_speculator_gets_those_of_every_token_and_of_the_end_of_the_prom
 async def test_an_heir_gets_the_latest_with_its_assignment(tiny_model, tmp_path):
     async with running_verifier(tiny_model, tmp_path) as running, RouterPeer(running.address) as router:
         shape = wanted(running)
-        hello = {"wants_features": codec.feature_shape_to_proto(shape)}
+        hello = {"wants_features": draft_codec.feature_shape_to_proto(shape)}
         async with SpeculatorPeer(running, lambda *_: None, **hello) as first:
             output = await router.submit(1, PROMPT, max_tokens=150)
             await until(lambda: len(first.commits) > 1)
@@ -186,7 +186,7 @@ async def test_an_heir_gets_the_latest_with_its_assignment(tiny_model, tmp_path)
         await asyncio.wait_for(second.assigned.wait(), TIMEOUT_S)
         await asyncio.wait_for(output.finished.wait(), TIMEOUT_S)
         (assignment,) = second.assignments
-        blocks = [codec.features_from_proto(block, shape) for block in assignment.features]
+        blocks = [draft_codec.features_from_proto(block, shape) for block in assignment.features]
         assert sum(len(block.values) for block in blocks) == shape.window_tokens
         assert blocks[-1].first + len(blocks[-1].values) == len(assignment.token_ids)
         await second.__aexit__()
@@ -198,7 +198,7 @@ async def test_an_heir_gets_the_latest_with_its_assignment(tiny_model, tmp_path)
 async def test_who_wants_another_shape_is_sent_none(tiny_model, tmp_path):
     async with running_verifier(tiny_model, tmp_path) as running, RouterPeer(running.address) as router:
         shape = wanted(running)
-        other = codec.feature_shape_to_proto(FeatureShape(shape.layers, shape.hidden_size + 1))
+        other = draft_codec.feature_shape_to_proto(FeatureShape(shape.layers, shape.hidden_size + 1))
         async with SpeculatorPeer(running, lambda *_: None, wants_features=other) as speculator:
             await router.generate(1, PROMPT, max_tokens=30)
             await until(lambda: len(speculator.released) == 1)
@@ -208,7 +208,7 @@ async def test_who_wants_another_shape_is_sent_none(tiny_model, tmp_path):
 async def test_a_model_that_shows_none_says_so(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("treeserve_engine.model.LlamaModel.feature_shape", FeatureShape((), 1))
     async with running_verifier(tiny_model, tmp_path) as running, RouterPeer(running.address) as router:
-        wants = codec.feature_shape_to_proto(FeatureShape((), 1))
+        wants = draft_codec.feature_shape_to_proto(FeatureShape((), 1))
         async with SpeculatorPeer(running, lambda *_: None, wants_features=wants) as speculator:
             assert not speculator.welcome.HasField("features")
             output = await router.generate(1, PROMPT, max_tokens=30)
@@ -231,7 +231,7 @@ def drafters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 async def test_a_head_drafts_with_them_and_is_silent_without(tiny_model, drafters, tmp_path, monkeypatch, damaged):
     """Nothing of it shows in the tokens, and other sources go on."""
-    encode = codec.features_to_proto
+    encode = draft_codec.features_to_proto
 
     def broken(rows: FeatureRows) -> verifier_pb2.Features:
         message = encode(rows)
@@ -239,7 +239,7 @@ async def test_a_head_drafts_with_them_and_is_silent_without(tiny_model, drafter
         return message
 
     if damaged:
-        monkeypatch.setattr("treeserve_verifier.draft_stream.codec.features_to_proto", broken)
+        monkeypatch.setattr("treeserve_verifier.draft_stream.draft_codec.features_to_proto", broken)
     verifier = running_verifier(tiny_model, tmp_path, dtype="int8", cache_dir=tmp_path)
     async with verifier as running, RouterPeer(running.address) as router:
         plain = [await router.generate(i, PROMPT[i:], max_tokens=60, seed=i, temperature=i / 2) for i in range(3)]

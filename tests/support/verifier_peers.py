@@ -23,7 +23,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.main import Engine, Verifier, load_engine
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_wire import codec
+from treeserve_wire import codec, draft_codec
 from treeserve_wire.channel import open_channel
 from treeserve_wire.tls import Tls
 
@@ -273,4 +273,4 @@ class SpeculatorPeer(_Peer):
 
 def tree_message(handle: int, base: int, tree: TokenTree) -> verifier_pb2.TreeProposal:
     """A proposal on the wire."""
-    return codec.proposal_to_proto(handle, DraftProposal(base, tree))
+    return draft_codec.proposal_to_proto(handle, DraftProposal(base, tree))

@@ -22,8 +22,8 @@ from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
-from treeserve_wire.codec import feature_shape_from_proto, proposal_to_proto
 from treeserve_wire.credits import Credits, CreditWindow
+from treeserve_wire.draft_codec import feature_shape_from_proto, proposal_to_proto
 
 DraftCall: TypeAlias = grpc.aio.StreamStreamCall[verifier_pb2.DraftRequest, verifier_pb2.DraftResponse]
 

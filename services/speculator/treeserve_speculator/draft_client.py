@@ -18,7 +18,8 @@ from treeserve_speculator.conversation import CREDIT_WINDOW, Conversation, Draft
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_wire.backoff import Backoff
 from treeserve_wire.channel import open_channel
-from treeserve_wire.codec import acceptance_rule_to_proto, feature_shape_to_proto, identity_to_proto
+from treeserve_wire.codec import acceptance_rule_to_proto, identity_to_proto
+from treeserve_wire.draft_codec import feature_shape_to_proto
 from treeserve_wire.status import error_from_rpc
 from treeserve_wire.tls import Tls, with_hint
 

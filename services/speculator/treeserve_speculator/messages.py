@@ -14,7 +14,8 @@ from treeserve_core.identity import check_tenant
 from treeserve_core.preset import Preset
 from treeserve_core.sampling import check_token_ids
 from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence
-from treeserve_wire.codec import acceptance_rule_from_proto, features_from_proto, sampling_from_proto
+from treeserve_wire.codec import acceptance_rule_from_proto, sampling_from_proto
+from treeserve_wire.draft_codec import features_from_proto
 
 _log = structlog.get_logger(__name__)
 

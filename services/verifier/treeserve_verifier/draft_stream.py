@@ -19,7 +19,7 @@ from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
-from treeserve_wire import codec
+from treeserve_wire import codec, draft_codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import Credits, CreditWindow
 from treeserve_wire.server import ServicerContext, write_all
@@ -81,7 +81,7 @@ class DraftStream:
     def features(self, handle: int, rows: FeatureRows) -> None:
         """Features of tokens that wait to be sent; of those that gathered while credit was out, only the latest."""
         waiting = self._assignments[handle] if handle in self._assignments else self._commits[handle]
-        waiting.features.append(codec.features_to_proto(rows))
+        waiting.features.append(draft_codec.features_to_proto(rows))
         while len(waiting.features) > 1 and sum(len(block.values) for block in waiting.features) > _FULL_FRAME_BYTES:
             del waiting.features[0]
 
@@ -156,7 +156,7 @@ class DraftHandler:
         self._check_hello(hello)
         stream = DraftStream(hello.initial_credit, self._loop.prices)
         await context.write(self._welcome())
-        wants_features = codec.feature_shape_from_proto(hello.wants_features)
+        wants_features = draft_codec.feature_shape_from_proto(hello.wants_features)
         speculator = self._loop.attach(
             hello.speculator_id,
             tuple(hello.sources),
@@ -199,7 +199,7 @@ class DraftHandler:
         rejections = verifier_pb2.Rejections()
         for message in proposals.proposals:
             try:
-                proposal = codec.proposal_from_proto(
+                proposal = draft_codec.proposal_from_proto(
                     message,
                     vocab_size=self._identity.vocab_size,
                     max_nodes=self._config.max_nodes + 1,
@@ -230,6 +230,6 @@ class DraftHandler:
                 max_nodes=self._config.max_nodes + 1,
                 max_depth=self._config.max_depth,
                 initial_credit=_PROPOSAL_WINDOW,
-                features=None if features is None else codec.feature_shape_to_proto(features),
+                features=None if features is None else draft_codec.feature_shape_to_proto(features),
             )
         )
