@@ -323,7 +323,7 @@ def test_an_oversize_tree_is_refused_before_it_is_built(monkeypatch: pytest.Monk
     def build(*_args: Any) -> TokenTree:
         raise AssertionError("built")
 
-    monkeypatch.setattr(codec, "TokenTree", build)
+    monkeypatch.setattr(draft_codec, "TokenTree", build)
     huge = proposal_message(token_ids=[1] * 100_000, parents=[-1] * 100_000)
     with pytest.raises(InvalidTreeError, match="100000 nodes"):
         draft_codec.proposal_from_proto(huge, **BOUNDS)
