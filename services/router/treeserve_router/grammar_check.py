@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+import time
 from functools import partial
 
 from treeserve_core.grammar import Grammar
+from treeserve_router.local_table import LocalTable
 from treeserve_text.grammar_thread import GrammarThread
 
 _MOST_PASSED = 64
@@ -16,7 +18,7 @@ class GrammarCheck:
 
     def __init__(self) -> None:
         self._thread = GrammarThread()
-        self._passed: OrderedDict[Grammar, None] = OrderedDict()
+        self._passed: LocalTable[Grammar, bool] = LocalTable(math.inf, _MOST_PASSED, time.monotonic)
 
     async def check(self, grammar: Grammar) -> None:
         """Check one.
@@ -25,12 +27,9 @@ class GrammarCheck:
             InvalidArgumentError: naming its field, with the reason.
             OverloadedError: if too many wait to be checked.
         """
-        if grammar not in self._passed:
+        if not self._passed.get(grammar):
             await self._thread.run(partial(_compile, grammar))
-            self._passed[grammar] = None
-            if len(self._passed) > _MOST_PASSED:
-                self._passed.popitem(last=False)
-        self._passed.move_to_end(grammar)
+        self._passed.put(grammar, True)
 
 
 def _compile(grammar: Grammar) -> None:

@@ -1,4 +1,4 @@
-"""A bounded table whose entries expire: what one router knows by itself while there is no Redis."""
+"""A bounded table whose entries expire: what one router knows by itself."""
 
 from __future__ import annotations
 
