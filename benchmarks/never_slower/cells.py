@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.peer import Reply
-from benchmarks.peers.report import busy_s
 from benchmarks.peers.tasks import Request
 from benchmarks.peers.treeserve import OFF, ON
 
 LEAST = 0.98
 _TEMPERATURE = 0.8
+_LENGTHS = (1.0, 0.5, 1.5, 0.75, 1.25)  # of the mean: those that begin together must not end together, nor begin again
 
 Generate = Callable[[str, Sequence[Request], int], list[Reply]]
 
@@ -26,8 +26,8 @@ class Plan:
     Attributes:
         concurrencies: how many requests run at once.
         rounds: pairs of each cell.
-        least_requests: requests of a cell in one run; never fewer than run at once.
-        max_tokens: output tokens of each request.
+        least_requests: requests of a cell that end while as many others go on; never fewer than run at once.
+        max_tokens: output tokens of a request, on average.
         seed: of the order of on and off.
     """
 
@@ -54,8 +54,15 @@ class Pair:
 
 
 def tokens_per_s(replies: Sequence[Reply]) -> float:
-    """Output tokens over the time in which at least one request ran, prefill included."""
-    return sum(r.num_tokens for r in replies) / busy_s(replies)
+    """Output tokens per second, prefill included, while as many requests ran as should: until the last one began.
+
+    After that fewer and fewer run, and a step pays less. Speculation makes some requests quicker than others and so
+    that time longer, which says nothing of what it does where requests keep coming. Of a request that ends later, the
+    part counts that its time until then is of its whole time, its prompt's included.
+    """
+    until = max(r.began for r in replies)
+    tokens = sum(r.num_tokens * min(1.0, (until - r.began) / (r.ended - r.began)) for r in replies)
+    return tokens / (until - min(r.began for r in replies))
 
 
 def make_requests(
@@ -64,13 +71,14 @@ def make_requests(
     """`count` requests of one task: prompts from number `first` on, around the end.
 
     Every other one is sampled. A prompt that comes again is sampled with another seed, so that no two requests give the
-    same tokens.
+    same tokens. They have `max_tokens` on average.
     """
     requests = []
     for i in range(first, first + count):
         turn, number = divmod(i, len(prompts))
         temperature = _TEMPERATURE if turn or number % 2 else 0.0
-        requests.append(Request(task, tuple(prompts[number]), max_tokens, temperature, seed=i))
+        length = round(max_tokens * _LENGTHS[i % len(_LENGTHS)])
+        requests.append(Request(task, tuple(prompts[number]), length, temperature, seed=i))
     return requests
 
 
@@ -81,7 +89,7 @@ def run_round(
     cells = [(concurrency, task) for concurrency in plan.concurrencies for task in prompts]
     pairs = []
     for concurrency, task in order.sample(cells, len(cells)):
-        count = max(concurrency, plan.least_requests)
+        count = concurrency + max(concurrency, plan.least_requests)
         requests = make_requests(task, prompts[task], count, index * count, plan.max_tokens)
         replies = {}
         for system in order.sample((ON, OFF), 2):

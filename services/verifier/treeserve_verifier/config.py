@@ -81,7 +81,7 @@ class VerifierConfig:
     ageing_s: float = field(default=10.0, metadata=option("waiting that makes a sequence more urgent by one class"))
     draft_wait_ms: float = field(default=15.0, metadata=option("longest wait for a tree before decoding plainly"))
     emit_interval_ms: float = field(
-        default=20.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
+        default=40.0, metadata=option("least time between two frames of tokens to a router; first tokens go at once")
     )
     colocated_sources: tuple[str, ...] = field(
         default=(),
