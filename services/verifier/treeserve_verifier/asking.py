@@ -27,10 +27,10 @@ class Asking:
         sum over them of gain_s - 1.5 * (what asking for all of them takes + turn_s),
         gain_s = token_s * saves - 1.5 * part * what reading the tokens that were not told yet takes,
 
-    are asked for at every step. `token_s` counts half while other sequences are open; `turn_s`, which a step takes longer
-    if an ask follows, counts as far as it holds up others, (n - 1) / n of it; `part` is the share of a tree in the tokens
-    that may still follow, (1 + saves) / tokens. All others cost nothing: their speculator is told nothing and no top
-    tokens or features are kept for it.
+    are asked for at every step. `token_s` counts half while other sequences are open; `turn_s`, which a step takes
+    longer if an ask follows, counts as far as it holds up others, (n - 1) / n of it; `part` is the share of a tree in
+    the tokens that may still follow, (1 + saves) / tokens. All others cost nothing: their speculator is told nothing
+    and no top tokens or features are kept for it.
 
     What their trees would save is learned in two ways. In turn, one of them is asked for after all, so seldom that 1.5
     times what these trees take, for each sequence that is open and may be held up, is a hundredth of the time, over all
