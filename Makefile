@@ -30,7 +30,7 @@ $(INSTALLED): requirements/treeserve.lock pyproject.toml
 	@echo "setting up: a virtual environment with the locked packages (about 3 GB, a minute or two)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/treeserve.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Without a compiler everything still runs, on torch alone: the default is float32 then instead of int8.

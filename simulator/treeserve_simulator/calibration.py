@@ -14,8 +14,8 @@ from treeserve_engine.runner import ModelRunner
 from treeserve_simulator.costs import MachineModel, StepCosts
 from treeserve_simulator.quiet import warnings_only
 from treeserve_verifier.config import VerifierConfig, default_threads
-from treeserve_verifier.executor import add_filled
 from treeserve_verifier.main import load_engine
+from treeserve_verifier.timing import add_filled
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 CONTEXTS = (0, 256, 1024)

@@ -30,7 +30,7 @@ from treeserve_verifier.cost_model import MOST_MEASURED_CONTEXT, MOST_MEASURED_R
 from treeserve_verifier.decode_stream import DecodeHandler
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.executor import StepExecutor, forward_ms, prefill_ms
+from treeserve_verifier.executor import StepExecutor
 from treeserve_verifier.intake import Intake
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
@@ -39,6 +39,7 @@ from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.servicer import VerifierServicer
 from treeserve_verifier.session_fence import SessionFence
+from treeserve_verifier.timing import forward_ms, prefill_ms
 from treeserve_wire.process import run_service, settle_in
 from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
