@@ -237,7 +237,7 @@ async def test_without_credit_tokens_gather_and_then_come_at_once(running: Runni
 async def test_commits_gather_while_a_speculator_gives_no_credit(running: RunningVerifier) -> None:
     async with RouterPeer(running.address) as router:
         async with SpeculatorPeer(running, lambda *_: None, initial_credit=1) as speculator:
-            output = await router.submit(1, PROMPT, max_tokens=80)
+            output = await router.submit(1, PROMPT, max_tokens=200)
             await asyncio.wait_for(speculator.assigned.wait(), 5)
             await until(lambda: len(output.token_ids) >= 40)
             assert speculator.commits == []
