@@ -158,12 +158,12 @@ def test_only_samples_that_every_drafter_gets_wrong_are_left(vocabulary: DraftVo
     right = sequence.top_ids[:, 0].tolist()
     wrong = [299] * 6
     first = _Scripted([*right[:2], *wrong[2:]], 300)
-    second = _Scripted([*wrong[:1], *right[1:4], *wrong[4:]], 300)
+    second = _Scripted([*right[2:4], *wrong[4:]], 300)  # it looks at what the first one gets wrong alone
     assert agrees(first, sequence).tolist() == [True, True, False, False, False, False]
-    (left,) = left_over([sequence], [first, second])
+    (left,) = left_over(left_over([sequence], first), second)
     assert left.rows.tolist() == sequence.rows[4:].tolist() and left.next_ids.tolist() == sequence.next_ids[4:].tolist()
     assert left.token_ids is sequence.token_ids  # the context stays whole
-    assert left_over([sequence], [_Scripted(right, 300)]) == []
+    assert left_over([sequence], _Scripted(right, 300)) == []
     agreement = measure_agreement(first, [sequence], 0.0)
     assert agreement.rows == 6 and agreement.top_by_rank[0] == pytest.approx(1 / 3)
 

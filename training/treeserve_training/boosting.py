@@ -9,25 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from treeserve_training.agreement import Ranking, agrees
 from treeserve_training.packed_batch import TrainingSequence
 
 
-def left_over(sequences: Sequence[TrainingSequence], tuned: Sequence[Ranking]) -> list[TrainingSequence]:
-    """The sequences, each trained on only where every one of the drafters disagrees with the target.
+def left_over(sequences: Sequence[TrainingSequence], tuned: Ranking) -> list[TrainingSequence]:
+    """The sequences, each trained on only where a drafter disagrees with the target. Those without such a place go.
 
-    Sequences of which nothing is left are left out.
+    What several leave over is what each leaves over of what those before it did.
     """
-    left = []
-    for sequence in sequences:
-        missed = np.ones(len(sequence.rows), dtype=np.bool_)
-        for model in tuned:
-            missed &= ~agrees(model, sequence)
-        if missed.any():
-            left.append(sequence.only(missed))
-    return left
+    missed = ((sequence, ~agrees(tuned, sequence)) for sequence in sequences)
+    return [sequence.only(rows) for sequence, rows in missed if rows.any()]
 
 
 def shares(outputs: int, count: int) -> list[int]:

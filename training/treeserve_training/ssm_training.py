@@ -104,11 +104,16 @@ class SsmTrainer:
     def run(self) -> list[TrainedSsm] | None:
         """All drafters, trained; None if the run was stopped before."""
         config, trained = self._config, list[TrainedSsm]()
+        left: list[TrainingSequence] | None = None
         total = config.sequences or round(config.epochs * len(self.sequences("train")))
         for i, share in enumerate(shares(total, config.ssms)):
             source = SSM if i == 0 else f"{SSM}{i + 1}"
-            recipe = Recipe(share, config.learning_rate)
-            finished = self._train(source, recipe, trained)
+            if trained:
+                left = left_over(self.sequences("train") if left is None else left, trained[-1].model)
+                outputs = sum(len(sequence.rows) for sequence in left)
+                self._supervision.tell(f"{source}: {outputs} output tokens that none of {len(trained)} gets right")
+            first = trained[0].model if trained else None
+            finished = self._train(source, Recipe(share, config.learning_rate), first, left)
             if finished is None:
                 return None
             trained.append(finished)
@@ -118,23 +123,17 @@ class SsmTrainer:
         """Those of a split that are there by now."""
         return read_sequences(self._data, split, self.vocabulary, self._cut)
 
-    def _train(self, source: str, recipe: Recipe, before: Sequence[TrainedSsm]) -> TrainedSsm | None:
+    def _train(
+        self, source: str, recipe: Recipe, first: SsmModel | None, left: list[TrainingSequence] | None
+    ) -> TrainedSsm | None:
+        """Train an SSM: the first one on all there is by now, a further one from the first on what is left."""
         config, watch = self._config, self._supervision
         model = self._untrained()
-        read: Callable[[], list[TrainingSequence]]
-        if before:
-            model.load_state_dict(before[0].model.state_dict())
-            left = left_over(self.sequences("train"), [earlier.model for earlier in before])
-            watch.tell(
-                f"{source}: {sum(len(s.rows) for s in left)} output tokens that none of {len(before)} gets right"
-            )
+        if first is not None:
+            model.load_state_dict(first.state_dict())
 
-            def read() -> list[TrainingSequence]:
-                return left
-        else:
-
-            def read() -> list[TrainingSequence]:
-                return self.sequences("train")
+        def read() -> list[TrainingSequence]:
+            return self.sequences("train") if left is None else left
 
         data = TrainingSet(
             read, sequences_per_step=config.sequences_per_step, hard_weight=config.hard_weight, seed=config.seed
