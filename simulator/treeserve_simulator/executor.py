@@ -54,12 +54,12 @@ class SimulatedExecutor:
     async def _run(self, plan: StepPlan) -> ExecutedStep:
         overheads = self._machine.overheads
         forward_ms = self._machine.costs.step_ms([self._rows(planned) for planned in plan.sequences])
-        engine_ms = forward_ms + overheads.sequence_ms * len(plan.sequences)
-        self.busy_s += (engine_ms + overheads.step_ms) / 1e3
+        around_s = (overheads.step_ms + overheads.sequence_ms * len(plan.sequences)) / 1e3
+        self.busy_s += forward_ms / 1e3 + around_s
         self.steps += 1
         self.rows += plan.rows
-        await asyncio.sleep((engine_ms + overheads.step_ms) / 1e3)
-        return ExecutedStep(tuple(self._settle(planned) for planned in plan.sequences), forward_ms, engine_ms)
+        await asyncio.sleep(forward_ms / 1e3 + around_s)
+        return ExecutedStep(tuple(self._settle(planned) for planned in plan.sequences), forward_ms)
 
     def _rows(self, planned: PlannedSequence) -> PassRows:
         logits = 0 if planned.tree is None else len(planned.tree)

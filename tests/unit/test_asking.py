@@ -10,7 +10,6 @@ from support.sequences import make_sequence
 
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.planner import Prices
 
 
 def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
@@ -200,35 +199,6 @@ def test_asking_for_several_at_once_pays_where_it_does_not_for_one() -> None:
     assert bench.eager(speculator) == 0
     sequences += [bench.open(make_sequence()) for _ in range(2)]
     assert bench.eager(speculator) == 4
-
-
-def test_a_turn_of_the_loop_must_pay_where_it_holds_up_others() -> None:
-    bench = Bench()
-    bench.prices = Prices(token_s=0.004, row=0.1, turn_s=0.002)
-    speculator, _ = bench.attach("ngram")
-    speculator.latency_s = speculator.tree_s = 0.001
-    speculator.saves = 0.9
-    bench.open(make_sequence())
-    assert bench.eager(speculator) == 1, "alone it holds up nobody"
-    bench.open(make_sequence())
-    assert bench.eager(speculator) == 2, "two save 3.6 ms, and it takes 1.15 and half of 2"
-    bench.prices = Prices(token_s=0.004, row=0.1, turn_s=0.004)
-    bench.open(make_sequence())
-    assert bench.eager(speculator) == 0, "three save 5.4 ms, and 1.5 times 1.3 and 2.7 is more"
-
-
-def test_an_echo_promises_no_more_tokens_than_a_tree_may_have_nodes() -> None:
-    bench = Bench()
-    bench.budget = 2
-    speculator, _ = bench.attach("ngram")
-    speculator.latency_s = speculator.tree_s = 0.01
-    speculator.saves, speculator.probe_at = 0.0, 1e9
-    sequence = bench.open(make_sequence(tuple(range(10, 60)), max_tokens=200))
-    bench.waits(sequence)
-    for token in range(20, 50):
-        bench.advance(sequence, token)
-    (seat,) = bench.desk._seats[sequence]
-    assert bench.eager(speculator) == 0 and seat.pace.saves == pytest.approx(2 * 0.9)
 
 
 def test_a_fresh_sequence_is_not_even_read_where_trees_do_not_pay() -> None:

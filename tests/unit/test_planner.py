@@ -146,20 +146,6 @@ def test_cost_model_is_a_staircase_that_learns() -> None:
         CostModel({})
 
 
-def test_a_turn_of_the_loop_is_paid_for_by_steps_that_are_planned_for_themselves() -> None:
-    cost = CostModel({1: 10.0, 8: 17.0})
-    for _ in range(200):
-        cost.observe_turn(1.5)
-    assert cost.step_ms(1) == pytest.approx(11.5) and cost.run_ms(1) == 10.0
-    cost.observe(1, 10.0)
-    assert cost.run_ms(1) == 10.0, "what steps take in the engine is what stairs say"
-    before = cost.turn_ms
-    cost.observe_turn(1e9)
-    assert cost.turn_ms < before + 0.1 * 2.5 * 11.5 + 0.1, "one outlier moves little"
-    prices = StepPlanner(make_config(), cost).prices(1)
-    assert (prices.token_s, prices.turn_s) == (0.01, cost.turn_ms / 1e3)
-
-
 @pytest.mark.parametrize(("disturbed", "turns"), [((50.0, 0.0), 2), ((20.0, 22.0, 0.0), 3)])
 def test_cost_model_takes_the_fastest_of_two_long_timings_or_three_short_ones(
     disturbed: tuple[float, ...], turns: int

@@ -49,7 +49,7 @@ class EngineOfOneToken:
             tokens = planned.sequence.tokens
             self._blocks.commit(planned.sequence.seq_id, range(planned.chunk), tokens[-planned.chunk :])
         outcome = VerifyOutcome((), (5,), self._reason)
-        return [ExecutedStep(tuple(StepResult(planned, outcome) for planned in plan.sequences), 1.0, 1.0)]
+        return [ExecutedStep(tuple(StepResult(planned, outcome) for planned in plan.sequences), 1.0)]
 
 
 class Rig:

@@ -24,19 +24,18 @@ class Asking:
 
     Of all sequences that a speculator drafts for, those that save most together,
 
-        sum over them of gain_s - 1.5 * (what asking for all of them takes + turn_s),
+        sum over them of gain_s - 1.5 * what asking for all of them takes,
         gain_s = token_s * saves - 1.5 * part * what reading the tokens that were not told yet takes,
 
-    are asked for at every step. `token_s` counts half while other sequences are open; `turn_s`, which a step takes
-    longer if an ask follows, counts as far as it holds up others, (n - 1) / n of it; `part` is the share of a tree in
+    are asked for at every step. `token_s` counts half while other sequences are open; `part` is the share of a tree in
     the tokens that may still follow, (1 + saves) / tokens. All others cost nothing: their speculator is told nothing
     and no top tokens or features are kept for it.
 
     What their trees would save is learned in two ways. In turn, one of them is asked for after all, so seldom that 1.5
-    times what these trees take, for each sequence that is open and may be held up, is a hundredth of the time, over all
-    speculators. And where a sequence repeats an earlier passage, which is seen without asking (`Echo`), its quickest
-    speculator's tree is expected to save as many tokens as were repeated, if it may have as many nodes, less what their
-    rows cost.
+    times what these trees take, for each open sequence, is a hundredth of the time, over all speculators: a step that
+    waits for a tree holds up all of them. And where a sequence repeats an earlier passage, which is seen without asking
+    (`Echo`), its quickest speculator's tree is expected to save as many tokens as were repeated, less what their rows
+    cost.
 
     It owns of a seat whether it is asked and for how many nodes (`budget`, `eager`, `probed`) and what its trees are
     worth (`pace`), of a speculator `saves` and `probe_at`.
@@ -101,7 +100,7 @@ class Asking:
         echo.follow(sequence.tokens, base_len)
         if echo.expected:
             quickest = min(allowed, key=lambda seat: seat.speculator.latency_s)
-            if quickest.pace.hope(min(echo.expected, quickest.budget) * (1.0 - self.present.row)):
+            if quickest.pace.hope(echo.expected * (1.0 - self.present.row)):
                 self._reconsider(quickest)
             if quickest.eager:
                 echo.used()
@@ -160,13 +159,11 @@ class Asking:
         """Choose the sequences for which it is asked at every step: those that save most, together."""
         seats = self._seats_at(speculator)
         gains_s = sorted(((self._gain_s(seat), seat) for seat in seats if seat.budget > 0), key=lambda each: -each[0])
-        held_up = 1.0 - 1.0 / max(1, len(self._seats))
         count, most_s, saved_s = 0, 0.0, 0.0
         for n, (gain_s, _) in enumerate(gains_s, start=1):
             saved_s += gain_s
-            left_s = saved_s - WORTH * (speculator.cost_s(n) + self.present.turn_s * held_up)
-            if left_s > most_s:
-                count, most_s = n, left_s
+            if saved_s - WORTH * speculator.cost_s(n) > most_s:
+                count, most_s = n, saved_s - WORTH * speculator.cost_s(n)
         for seat in seats:
             seat.eager = False
         for _, seat in gains_s[:count]:

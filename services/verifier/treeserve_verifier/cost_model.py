@@ -28,9 +28,6 @@ class CostModel:
     context) slows every step alike. A step with prefill rows pulls their price instead. A stair that was timed at
     start-up is replaced by the mean of its first steps.
 
-    A stair is the time in the engine. Plain steps run on there while nothing changes; a step that is planned for itself
-    takes a turn of the loop besides (`turn_ms`).
-
     Args:
         table: milliseconds by rows.
         prefill_row_ms: None for the table's last slope.
@@ -45,7 +42,6 @@ class CostModel:
         self._make_monotone()
         self._prefill_row_ms = self._ms[-1] / self._rows[-1] if prefill_row_ms is None else prefill_row_ms
         self._attend_ms = attend_ms
-        self._turn_ms = 0.0
 
     @classmethod
     def measure(
@@ -100,17 +96,8 @@ class CostModel:
         stair = bisect.bisect_left(self._rows, rows)
         return stair >= len(self._rows) or self._weights[stair] != _TIMED
 
-    @property
-    def turn_ms(self) -> float:
-        """What planning steps, handing them to the engine and settling them takes, however many run on one plan."""
-        return self._turn_ms
-
     def step_ms(self, rows: int) -> float:
-        """Expected duration of a step that is planned for itself, with so many rows with logits and no other."""
-        return self.run_ms(rows) + self._turn_ms
-
-    def run_ms(self, rows: int) -> float:
-        """Expected duration of one of many plain steps that run on without a plan."""
+        """Expected duration of a step with so many rows with logits and no other."""
         stair = bisect.bisect_left(self._rows, rows)
         if stair < len(self._rows):
             return self._ms[stair]
@@ -129,12 +116,11 @@ class CostModel:
 
         Args:
             rows: rows with logits.
-            ms: in the engine.
             attended: KV positions that a prefill row attends to, summed over all of them.
         """
         if ms <= 0:
             return
-        surprise = min(ms / (self.run_ms(rows) + self._prefill_ms(prefill_rows, attended)), _MOST_SURPRISE) - 1.0
+        surprise = min(ms / (self.step_ms(rows) + self._prefill_ms(prefill_rows, attended)), _MOST_SURPRISE) - 1.0
         change = _SMOOTHING * surprise
         stair = bisect.bisect_left(self._rows, rows)
         if prefill_rows:
@@ -146,11 +132,6 @@ class CostModel:
             change = weight * surprise
             self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
             self._make_monotone()
-
-    def observe_turn(self, ms: float) -> None:
-        """Take into account what a turn of the loop took besides its steps."""
-        most_ms = _MOST_SURPRISE * self.step_ms(1)
-        self._turn_ms += _SMOOTHING * (min(max(ms, 0.0), most_ms) - self._turn_ms)
 
     def _prefill_ms(self, rows: int, attended: float) -> float:
         return rows * self._prefill_row_ms + attended * self._attend_ms

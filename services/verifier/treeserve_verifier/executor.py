@@ -71,16 +71,10 @@ class _Computed:
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """Results of a step and how long it took; 0 if it failed.
-
-    Attributes:
-        forward_ms: its forward pass.
-        ms: all that was done in the engine's thread: acceptance and KV besides.
-    """
+    """Results of a step and how long its forward pass took."""
 
     results: tuple[StepResult, ...]
     forward_ms: float
-    ms: float
 
     @property
     def rows(self) -> int:
@@ -169,10 +163,10 @@ class StepExecutor:
                 self._runner.rollback(planned.sequence.seq_id)
             failed = UnavailableError("the forward pass failed")  # none of the sequences' fault: replay them elsewhere
             failed.__cause__ = error
-            return ExecutedStep(tuple(StepResult(p, error=failed) for p in plan.sequences), 0.0, 0.0)
-        forward_s = time.perf_counter() - start
+            return ExecutedStep(tuple(StepResult(p, error=failed) for p in plan.sequences), 0.0)
+        forward_ms = (time.perf_counter() - start) * 1e3
         results = [self._settle(*each) for each in zip(plan.sequences, computed, strict=True)]
-        return ExecutedStep(tuple(results), 1e3 * forward_s, 1e3 * (time.perf_counter() - start))
+        return ExecutedStep(tuple(results), forward_ms)
 
     def _forward(
         self, sequences: SequenceOf[PlannedSequence], top_tokens_for: frozenset[int], features_for: frozenset[int]

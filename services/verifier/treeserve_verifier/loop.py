@@ -173,9 +173,9 @@ class VerifyLoop:
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
         features_for = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_features(p.sequence))
         steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan), features_for)
+        step_ms = 1e3 * (self._clock() - began) / len(steps)  # with planning and sampling
         for step in steps:
-            self._settle_step(step)
-        self._learn(steps, 1e3 * (self._clock() - began))
+            self._settle_step(step, step_ms)
         self._uncounted += steps
         if any(result.is_last for result in steps[-1].results):
             self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
@@ -199,20 +199,15 @@ class VerifyLoop:
 
         return PlainRun(steps, may_go_on)
 
-    def _settle_step(self, step: ExecutedStep) -> None:
-        node_cost = self._planner.node_cost(StepPlan(tuple(result.planned for result in step.results)))
+    def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
+        plan = StepPlan(tuple(result.planned for result in step.results))
+        if step.forward_ms:  # it did not fail
+            self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
+            self._speed.observe(plan.prefill_rows, step_ms)
+            self._work.did(step.results, self._scheduler.capacity)
+        node_cost = self._planner.node_cost(plan)
         for result in step.results:
             self._settle(result, node_cost)
-
-    def _learn(self, steps: list[ExecutedStep], ms: float) -> None:
-        """What steps cost that ran on one plan and together took so long, from planning to settling."""
-        for step in steps:
-            plan = StepPlan(tuple(result.planned for result in step.results))
-            if step.ms:  # it did not fail
-                self._cost.observe(plan.rows - plan.prefill_rows, step.ms, plan.prefill_rows, plan.attended)
-                self._speed.observe(plan.prefill_rows, ms / len(steps))
-                self._work.did(step.results, self._scheduler.capacity)
-        self._cost.observe_turn(ms - sum(step.ms for step in steps))
 
     def _candidates(self) -> list[Candidate]:
         for sequence in self._scheduler.admit():

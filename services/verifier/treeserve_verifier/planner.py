@@ -26,13 +26,11 @@ class Prices:
         token_s: seconds of a step for each of its sequences, t(b) / b.
         row: cost of one more row for each of them, in tokens: (t(2 b) - t(b)) / t(b).
         node: the least that a draft node costs when each of them has n, in tokens: min of (t(b + n b) - t(b)) / n t(b).
-        turn_s: seconds that a step takes longer because it is planned for itself, as one is that an ask follows.
     """
 
     token_s: float
     row: float
     node: float = 0.0
-    turn_s: float = 0.0
 
 
 class StepPlanner:
@@ -67,12 +65,12 @@ class StepPlanner:
     def prices(self, decoding: int) -> Prices:
         """What tokens and rows cost while so many sequences decode."""
         roots = max(decoding, 1)
-        step_ms = self._cost.run_ms(roots)
-        row = self._cost.run_ms(2 * roots) / step_ms - 1.0
+        step_ms = self._cost.step_ms(roots)
+        row = self._cost.step_ms(2 * roots) / step_ms - 1.0
         # A stair's last row is its cheapest.
         stairs = ((rows / roots - 1.0, ms / step_ms - 1.0) for rows, ms in self._cost.table.items())
         node = min((cost / nodes for nodes, cost in stairs if nodes >= 1.0), default=row)
-        return Prices(step_ms / roots / 1e3, row, max(0.0, node), self._cost.turn_ms / 1e3)
+        return Prices(step_ms / roots / 1e3, row, max(0.0, node))
 
     def node_cost(self, plan: StepPlan) -> float:
         """What one draft node of a plan costs, in tokens: as many as plain decoding emits in that time."""
@@ -80,7 +78,7 @@ class StepPlanner:
         if nodes == 0:
             return 0.0
         rows = plan.rows - plan.prefill_rows
-        extra_ms = self._cost.run_ms(rows) - self._cost.run_ms(rows - nodes)
+        extra_ms = self._cost.step_ms(rows) - self._cost.step_ms(rows - nodes)
         decoding = sum(p.tree is not None for p in plan.sequences)
         return extra_ms / nodes / 1e3 / self.prices(decoding).token_s
 
