@@ -16,6 +16,7 @@ from treeserve_verifier.speculator import Speculator
 WORTH = 1.5  # a tree must be expected to save that many times its latency: it costs rows and computing time too
 _SHARED = 0.5  # of a token's time, while other sequences are open; a guess
 _PROBE_SHARE = 0.01  # of all time, for asking where trees are not expected to pay
+_TURN_S = 0.001  # a step that is planned takes that much longer than one that runs on; a guess
 _LOOK_S = 0.2  # how often it is looked at again whether nodes may be asked for at all
 
 
@@ -38,7 +39,7 @@ class Asking:
     cost.
 
     It owns of a seat whether it is asked and for how many nodes (`budget`, `eager`, `probed`) and what its trees are
-    worth (`pace`), of a speculator `saves` and `probe_at`.
+    worth (`pace`), of a speculator its `priors` and `probe_at`.
 
     Args:
         speculators: those attached; the draft desk keeps the list.
@@ -124,6 +125,8 @@ class Asking:
             # What the first trees take says little of others: one that was held up must not end all trials.
             speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_young else pause_s)
         seat.pace.follow(proposal.tree)
+        if len(proposal.tree) == 1:  # the step was planned for nothing
+            seat.pace.spend(_TURN_S / (self.present.token_s * len(self._seats)))
         self.judge(seat, seat.sequence.tokens[proposal.base_committed_len :], None, seat.known)
 
     def judge(self, seat: Seat, new: SequenceOf[int], spent: float | None, known: int) -> None:
@@ -136,7 +139,7 @@ class Asking:
         if not self._ends(seat.pace, new, spent, known):
             return
         if seat.pace.is_unknown or not seat.eager:
-            seat.speculator.surprised(seat.pace.saved)
+            seat.speculator.prior(seat.sequence).learn(seat.pace.saved)
         seat.pace.is_unknown = False
         if seat.pace.saved > 0.0:
             self._echoes[seat.sequence].proved()

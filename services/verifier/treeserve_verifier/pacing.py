@@ -8,7 +8,25 @@ from dataclasses import dataclass
 from treeserve_core.tree import TokenTree
 
 _SMOOTHING = 0.08  # the last dozen trees count most
+_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
 _MOST_SAVED = 8.0  # beyond, a tree pays however slow its speculator is; more would only delay the end of a lucky run
+
+
+@dataclass(eq=False)
+class Prior:
+    """What the trees of a speculator usually save sequences of one kind, in tokens.
+
+    It begins with one token, which counts as two trees; of those that come, the first ones count alike, and then the
+    last twenty most.
+    """
+
+    saves: float = 1.0
+    _trees: int = 2
+
+    def learn(self, saved: float) -> None:
+        """A tree of a sequence that was not chosen for what its trees save ended."""
+        self._trees += 1
+        self.saves += max(_PRIOR_SMOOTHING, 1.0 / self._trees) * (saved - self.saves)
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from treeserve_core.features import FeatureRows
+from treeserve_verifier.pacing import Prior
 from treeserve_verifier.sequence import Sequence
 
 SpeculatorKind = tuple[tuple[str, ...], bool]
 
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
 _COST_SMOOTHING = 0.05  # unlike that of latencies even: costs are summed up
-_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
-_PRIOR_TREES = 2  # as many as what a speculator begins with counts
+_LONG_PROMPT = 128  # tokens; who brings a text often wants it back
 _YOUNG = 16  # trees that met things for the first time, and took longer than others will: the least of them counts
 _MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
 _READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
@@ -66,7 +66,7 @@ class Speculator:
         silent_since: clock time since which it has owed a tree without sending any.
         latency_s: smoothed time from an ask to its tree, however late; 0 before the first. Of what drafts here, which
             does so for one sequence after the other, its share of that.
-        saves: tokens that its tree usually saves a sequence of which nothing is known; the first trees count alike.
+        priors: what its trees usually save sequences with a short prompt, and with a long one.
         tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
         probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
     """
@@ -83,12 +83,11 @@ class Speculator:
     asked: dict[int, float] = field(default_factory=dict)
     silent_since: float = 0.0
     latency_s: float = 0.0
-    saves: float = 1.0
+    priors: tuple[Prior, Prior] = field(default_factory=lambda: (Prior(), Prior()))
     probe_at: float = 0.0
     tree_s: float = 0.0
     _read_s: float = 0.0
     _heard: int = 0
-    _surprises: int = 0
     _together: int = 0  # asked when the latest ask left
     _told: int = 0  # tokens that went with these asks
 
@@ -120,10 +119,9 @@ class Speculator:
         """What one more tree beside others takes."""
         return self.tree_s * (1.0 if self.is_colocated else _FURTHER)
 
-    def surprised(self, saved: float) -> None:
-        """A tree of a sequence that was not chosen for what its trees save ended."""
-        self._surprises += 1
-        self.saves += max(_PRIOR_SMOOTHING, 1.0 / (_PRIOR_TREES + self._surprises)) * (saved - self.saves)
+    def prior(self, sequence: Sequence) -> Prior:
+        """What its trees usually save sequences like this one."""
+        return self.priors[sequence.prompt_len >= _LONG_PROMPT]
 
     def read_s(self, tokens: int) -> float:
         """What telling it of so many tokens takes."""
