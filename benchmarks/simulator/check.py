@@ -1,4 +1,4 @@
-"""A prediction of the load that a real cluster runs, by a machine model fitted to requests that were alone on it."""
+"""A prediction of the load that a real cluster runs, by a machine model fitted to a few requests on it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def check(settings: Settings, plan: Plan, say: Callable[[str], None]) -> tuple[M
     }
     options = ("dtype=int8", f"threads={default_threads()}")
     measured = {name: measure(settings, options, systems[name], prompts, targets, plan) for name in (FIFO, TREESERVE)}
+    plain = measured[FIFO]
     cluster = Cluster(model, verifier={"kv_tokens": str(settings.kv_tokens)})
-    cluster = replace(cluster, machine=fit_overheads(cluster, SYSTEMS[FIFO], measured[FIFO].alone))
+    cluster = replace(cluster, machine=fit_overheads(cluster, SYSTEMS[FIFO], plain.alone, plain.together))
     cluster = replace(cluster, machine=fit_kinds(cluster, SYSTEMS[TREESERVE], measured[TREESERVE].alone))
     return cluster.machine, {
         "plan": asdict(plan),

@@ -1,4 +1,4 @@
-"""The real runs: requests one at a time, which the simulator is fitted to, and a load that it has to predict."""
+"""The real runs: requests one and a few at a time, which the simulator is fitted to, and a load that it predicts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.slo.targets import Targets
 from benchmarks.slo.trace import Arrival, make_trace, poisson_times
 
 _LONGEST_S = 300.0
+_TOGETHER = 4
 
 Lines = list[dict[str, Any]]
 
@@ -27,12 +28,14 @@ class Plan:
 
     Attributes:
         alone: requests that are sent one at a time.
+        together: requests that are sent four at a time.
         rate: requests a second of the load.
         window_s: how long they arrive.
         seed: of the traces.
     """
 
     alone: int
+    together: int
     rate: float
     window_s: float
     seed: int = 0
@@ -40,9 +43,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """Lines of a trace with what was measured."""
+    """Lines of a trace with what was measured, in the order in which requests were sent."""
 
     alone: Lines
+    together: Lines
     loaded: Lines
 
 
@@ -54,13 +58,14 @@ def measure(
     targets: Targets,
     plan: Plan,
 ) -> Measured:
-    """Both runs on a fresh cluster. The same plan gives the same requests for every system.
+    """All runs on a fresh cluster. The same plan gives the same requests for every system.
 
     Raises:
         PeerError: if it does not start, a request fails, or something takes far too long.
     """
     rng = random.Random(plan.seed)
     alone = make_trace([0.0] * plan.alone, prompts, rng)
+    together = make_trace([0.0] * plan.together, prompts, rng)
     loaded = make_trace(poisson_times(plan.rate, plan.window_s, rng), prompts, rng)
     promised = targets if system.promises else None
 
@@ -68,11 +73,14 @@ def measure(
         async with asyncio.timeout(_LONGEST_S), Clients(address) as clients:
             submit = clients.submitter(promised)
             warm_up = make_trace([0.0] * 4, prompts, random.Random(plan.seed + 1))
-            began = asyncio.get_running_loop().time()
-            await keep_busy(iter(_of_nobody(warm_up)), 1, submit, began, _LONGEST_S)
-            began = asyncio.get_running_loop().time()
-            lone = await keep_busy(iter(alone), 1, submit, began, _LONGEST_S)
-            return Measured(_lines(lone), _lines(await run_trace(loaded, submit, _LONGEST_S)))
+
+            async def kept_busy(requests: Sequence[Arrival], concurrency: int) -> Lines:
+                began = asyncio.get_running_loop().time()
+                return _lines(await keep_busy(iter(requests), concurrency, submit, began, _LONGEST_S))
+
+            await kept_busy(_of_nobody(warm_up), 1)
+            lone, few = await kept_busy(alone, 1), await kept_busy(together, _TOGETHER)
+            return Measured(lone, few, _lines(await run_trace(loaded, submit, _LONGEST_S)))
 
     with running(settings, (*GATEWAY, *options, *system.options)) as cluster:
         try:
@@ -89,4 +97,4 @@ def _of_nobody(arrivals: Sequence[Arrival]) -> list[Arrival]:
 def _lines(records: Sequence[Record]) -> Lines:
     if failed := [record for record in records if record.outcome == "failed"]:
         raise PeerError(f"{len(failed)} of {len(records)} requests failed: {failed[0].error}")
-    return [record.line() for record in records]
+    return [record.line() for record in sorted(records, key=lambda record: record.arrival.at_s)]

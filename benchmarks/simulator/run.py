@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulator [--quick] [--only check,scale] [--json FILE]
 
-check: measures forward passes of the engine, then requests that are alone (the model is fitted to those) and a load
-(which is predicted), without and with speculation. scale: bursts of 10,000 requests on 64 simulated verifiers.
+check: measures forward passes of the engine, then requests one and four at a time (the model is fitted to those) and a
+load (which is predicted), without and with speculation. scale: bursts of 10,000 requests on 64 simulated verifiers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from treeserve_simulator.costs import DEFAULT_MACHINE, MachineModel
 
 PARTS = ("check", "scale")
 RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"
-FULL, FULL_SCALE = Plan(alone=36, rate=2.5, window_s=60.0), Scale(64, 10_000, 0.7)
-QUICK, QUICK_SCALE = Plan(alone=12, rate=2.0, window_s=10.0), Scale(4, 400, 0.7)
+FULL, FULL_SCALE = Plan(alone=36, together=32, rate=2.5, window_s=60.0), Scale(64, 10_000, 0.7)
+QUICK, QUICK_SCALE = Plan(alone=12, together=8, rate=2.0, window_s=10.0), Scale(4, 400, 0.7)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Fits a machine model to requests measured alone: what surrounds a forward pass, and how well texts are drafted."""
+"""Fits a machine model to a few measured requests: what surrounds a forward pass, and how well texts are drafted."""
 
 from __future__ import annotations
 
@@ -14,22 +14,36 @@ from treeserve_simulator.systems import Cluster, System
 from treeserve_simulator.trace import TraceRequest
 
 _HALVINGS = 8
+_MOST_SEQUENCE_MS = 4.0
 _STEEPEST = 4.0  # the log-odds that a kind may be shifted by
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def fit_overheads(cluster: Cluster, plain: System, lines: Lines) -> MachineModel:
-    """The machine with `request_ms` and `step_ms` such that lone requests without speculation take what they took.
+def fit_overheads(cluster: Cluster, plain: System, alone: Lines, together: Lines) -> MachineModel:
+    """The machine with `request_ms`, `step_ms` and `sequence_ms` such that requests took what they took.
+
+    What a lone request's tokens take beyond their passes is around a step of one sequence. Which part of that comes
+    anew with each further sequence shows where several run at a time.
 
     Args:
-        lines: of a recorded run of one request at a time.
+        plain: the system, without speculation.
+        alone: lines of a recorded run of one request at a time.
+        together: of one of a few at a time, each with the time at which it was sent.
     """
-    machine = _with_overheads(cluster.machine, request_ms=0.0, step_ms=0.0)
-    predicted = _alone(replace(cluster, machine=machine), plain, lines)
-    machine = _with_overheads(machine, step_ms=max(0.0, _median_gap(lines, predicted, "tpot_ms")))
-    predicted = _alone(replace(cluster, machine=machine), plain, lines)
-    return _with_overheads(machine, request_ms=max(0.0, _median_gap(lines, predicted, "ttft_ms")))
+    machine = _with_overheads(cluster.machine, request_ms=0.0, step_ms=0.0, sequence_ms=0.0)
+    around_ms = max(0.0, _median_gap(alone, _alone(replace(cluster, machine=machine), plain, alone), "tpot_ms"))
+
+    def shared(sequence_ms: float) -> Cluster:
+        step_ms = max(0.0, around_ms - sequence_ms)
+        return replace(cluster, machine=_with_overheads(machine, step_ms=step_ms, sequence_ms=sequence_ms))
+
+    def excess(sequence_ms: float) -> float:
+        return -_median_gap(together, _at_their_times(shared(sequence_ms), plain, together), "tpot_ms")
+
+    cluster = shared(_root(excess, 0.0, _MOST_SEQUENCE_MS))
+    predicted = _alone(cluster, plain, alone)
+    return _with_overheads(cluster.machine, request_ms=max(0.0, _median_gap(alone, predicted, "ttft_ms")))
 
 
 def fit_kinds(cluster: Cluster, system: System, lines: Lines) -> MachineModel:
@@ -52,12 +66,11 @@ def _fit_kind(cluster: Cluster, system: System, name: str, lines: Lines) -> Mach
     def gap(log_odds: float) -> float:
         return _median_gap(ours, _alone(replace(cluster, machine=shifted(log_odds)), system, ours), "tpot_ms")
 
-    return shifted(_root(gap))
+    return shifted(_root(gap, -_STEEPEST, _STEEPEST))
 
 
-def _root(rising: Callable[[float], float]) -> float:
-    """Where a rising function crosses zero, within the steepest shift either way, by bisection."""
-    low, high = -_STEEPEST, _STEEPEST
+def _root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function crosses zero within bounds, by bisection."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if rising(middle) > 0 else (middle, high)
@@ -68,6 +81,11 @@ def _alone(cluster: Cluster, system: System, lines: Lines) -> tuple[Record, ...]
     """The same requests, each long after the one before."""
     trace = [replace(TraceRequest.from_json(line), at_s=60.0 * i, session="") for i, line in enumerate(lines)]
     return simulate(trace, cluster, system).records
+
+
+def _at_their_times(cluster: Cluster, system: System, lines: Lines) -> tuple[Record, ...]:
+    """The same requests, sent when they were; `lines` in the order of that."""
+    return simulate([TraceRequest.from_json(line) for line in lines], cluster, system).records
 
 
 def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
