@@ -45,7 +45,8 @@ def check(settings: Settings, plan: Plan, say: Callable[[str], None]) -> tuple[M
         for name, policy in policies.items()
     }
     options = ("dtype=int8", f"threads={default_threads()}")
-    measured = {name: measure(settings, options, systems[name], prompts, targets, plan) for name in (FIFO, TREESERVE)}
+    compared = {name: systems[name] for name in (FIFO, TREESERVE)}
+    measured = measure(settings, options, compared, prompts, targets, plan)
     plain = measured[FIFO]
     cluster = Cluster(model, verifier={"kv_tokens": str(settings.kv_tokens)})
     cluster = replace(cluster, machine=fit_overheads(cluster, SYSTEMS[FIFO], plain.alone, plain.together))

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.local_cluster import running
 from benchmarks.peers.peer import PeerError, Settings
 from benchmarks.rendered_prompts import Prompts
-from benchmarks.slo.load import Record, keep_busy, run_trace
+from benchmarks.slo.load import Record, Submit, keep_busy, run_trace
 from benchmarks.slo.systems import GATEWAY, Clients, System
 from benchmarks.slo.targets import Targets
 from benchmarks.slo.trace import Arrival, make_trace, poisson_times
 
 _LONGEST_S = 300.0
 _TOGETHER = 4
+_APART_S = 60.0  # between rounds, as lines tell it: one has ended before the next begins
+_WARM_UP = 4
 
 Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to run.
+    """How much each system gets to do.
 
     Attributes:
-        alone: requests that are sent one at a time.
-        together: requests that are sent four at a time.
+        rounds: the systems take turns, because a machine is not always equally fast.
+        alone: requests that are sent one at a time, in each round.
+        together: requests that are sent four at a time, in each round.
         rate: requests a second of the load.
-        window_s: how long they arrive.
+        window_s: how long they arrive, in each round.
         seed: of the traces.
     """
 
+    rounds: int
     alone: int
     together: int
     rate: float
@@ -41,60 +46,90 @@ class Plan:
     seed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """Lines of a trace with what was measured, in the order in which requests were sent."""
 
-    alone: Lines
-    together: Lines
-    loaded: Lines
+    alone: Lines = field(default_factory=list)
+    together: Lines = field(default_factory=list)
+    loaded: Lines = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The requests of a round."""
+
+    alone: Sequence[Arrival]
+    together: Sequence[Arrival]
+    loaded: Sequence[Arrival]
 
 
 def measure(
     settings: Settings,
     options: Sequence[str],
-    system: System,
+    systems: Mapping[str, System],
     prompts: Prompts,
     targets: Targets,
     plan: Plan,
-) -> Measured:
-    """All runs on a fresh cluster. The same plan gives the same requests for every system.
+) -> dict[str, Measured]:
+    """All runs, each system on a cluster of its own. Every system gets the same requests.
 
     Raises:
-        PeerError: if it does not start, a request fails, or something takes far too long.
+        PeerError: if one does not start, a request fails, or something takes far too long.
     """
     rng = random.Random(plan.seed)
-    alone = make_trace([0.0] * plan.alone, prompts, rng)
-    together = make_trace([0.0] * plan.together, prompts, rng)
-    loaded = make_trace(poisson_times(plan.rate, plan.window_s, rng), prompts, rng)
-    promised = targets if system.promises else None
+    warm_up, *rounds = _requests(plan, prompts, rng)
+    with ExitStack() as stack:
+        addresses = {
+            name: stack.enter_context(running(settings, (*GATEWAY, *options, *system.options))).grpc_address
+            for name, system in systems.items()
+        }
 
-    async def work(address: str) -> Measured:
-        async with asyncio.timeout(_LONGEST_S), Clients(address) as clients:
-            submit = clients.submitter(promised)
-            warm_up = make_trace([0.0] * 4, prompts, random.Random(plan.seed + 1))
+        async def work() -> dict[str, Measured]:
+            found = {name: Measured() for name in systems}
+            async with asyncio.timeout(_LONGEST_S * plan.rounds), AsyncExitStack() as clients:
+                submits = {
+                    name: (await clients.enter_async_context(Clients(addresses[name]))).submitter(
+                        targets if system.promises else None
+                    )
+                    for name, system in systems.items()
+                }
+                for submit in submits.values():
+                    await _run_round(warm_up, submit, Measured(), 0.0)
+                for index, requests in enumerate(rounds):
+                    for name in rng.sample(list(systems), len(systems)):
+                        await _run_round(requests, submits[name], found[name], index * (plan.window_s + _APART_S))
+            return found
 
-            async def kept_busy(requests: Sequence[Arrival], concurrency: int) -> Lines:
-                began = asyncio.get_running_loop().time()
-                return _lines(await keep_busy(iter(requests), concurrency, submit, began, _LONGEST_S))
-
-            await kept_busy(_of_nobody(warm_up), 1)
-            lone, few = await kept_busy(alone, 1), await kept_busy(together, _TOGETHER)
-            return Measured(lone, few, _lines(await run_trace(loaded, submit, _LONGEST_S)))
-
-    with running(settings, (*GATEWAY, *options, *system.options)) as cluster:
         try:
-            return asyncio.run(work(cluster.grpc_address))
+            return asyncio.run(work())
         except TimeoutError:
-            raise PeerError(f"not over after {_LONGEST_S:.0f} s") from None
+            raise PeerError(f"not over after {_LONGEST_S * plan.rounds:.0f} s") from None
 
 
-def _of_nobody(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Requests that leave nothing behind for others."""
-    return [Arrival(**{**vars(arrival), "tenant": ""}) for arrival in arrivals]
+def _requests(plan: Plan, prompts: Prompts, rng: random.Random) -> list[_Round]:
+    """A warm-up and the rounds. They are one trace: no tenant asks the same twice, and nothing is remembered."""
+    arrivals = [poisson_times(plan.rate, plan.window_s, rng) for _ in range(plan.rounds)]
+    shapes: list[tuple[int, int, list[float]]] = [(_WARM_UP, 0, [])]
+    shapes += [(plan.alone, plan.together, times) for times in arrivals]
+    times = [at_s for alone, together, loaded in shapes for at_s in (*[0.0] * (alone + together), *loaded)]
+    trace = iter(make_trace(times, prompts, rng))
+    return [_Round(*([next(trace) for _ in range(count)] for count in (a, t, len(loaded)))) for a, t, loaded in shapes]
 
 
-def _lines(records: Sequence[Record]) -> Lines:
+async def _run_round(requests: _Round, submit: Submit, found: Measured, shift_s: float) -> None:
+    """One system's turn: adds what was measured, its times shifted."""
+    loop = asyncio.get_running_loop()
+    for arrivals, concurrency, lines in (
+        (requests.alone, 1, found.alone),
+        (requests.together, _TOGETHER, found.together),
+    ):
+        lines += _lines(await keep_busy(iter(arrivals), concurrency, submit, loop.time(), _LONGEST_S), shift_s)
+    found.loaded += _lines(await run_trace(requests.loaded, submit, _LONGEST_S), shift_s)
+
+
+def _lines(records: Sequence[Record], shift_s: float) -> Lines:
     if failed := [record for record in records if record.outcome == "failed"]:
         raise PeerError(f"{len(failed)} of {len(records)} requests failed: {failed[0].error}")
-    return [record.line() for record in sorted(records, key=lambda record: record.arrival.at_s)]
+    in_order = sorted(records, key=lambda record: record.arrival.at_s)
+    return [record.line() | {"at_s": round(record.arrival.at_s + shift_s, 6)} for record in in_order]

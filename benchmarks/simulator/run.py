@@ -26,8 +26,8 @@ from treeserve_simulator.costs import DEFAULT_MACHINE, MachineModel
 
 PARTS = ("check", "scale")
 RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"
-FULL, FULL_SCALE = Plan(alone=36, together=32, rate=2.5, window_s=60.0), Scale(64, 10_000, 0.7)
-QUICK, QUICK_SCALE = Plan(alone=12, together=8, rate=2.0, window_s=10.0), Scale(4, 400, 0.7)
+FULL, FULL_SCALE = Plan(rounds=3, alone=12, together=12, rate=2.5, window_s=20.0), Scale(64, 10_000, 0.7)
+QUICK, QUICK_SCALE = Plan(rounds=1, alone=12, together=8, rate=2.0, window_s=10.0), Scale(4, 400, 0.7)
 
 
 @dataclass(frozen=True)
