@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,14 @@ class StepCosts:
     def prefill_pass_ms(self, rows: int, context: int) -> float:
         """A pass of so many rows without logits, after so many KV positions: likewise."""
         return self.step_ms([PassRows(rows, context, 0)])
+
+    def with_rows_times(self, factor: float) -> StepCosts:
+        """These costs, with what every row after the first takes multiplied by that."""
+        first = self.pass_ms[0]
+        passes = tuple(
+            tuple(one + factor * (ms - one) for ms, one in zip(line, first, strict=True)) for line in self.pass_ms
+        )
+        return replace(self, pass_ms=passes, logits_ms=tuple(factor * ms for ms in self.logits_ms))
 
     def _pass_ms(self, rows: int, context: float) -> float:
         i, row_part = _between(self.rows, rows)

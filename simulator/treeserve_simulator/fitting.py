@@ -14,17 +14,21 @@ from treeserve_simulator.systems import Cluster, System
 from treeserve_simulator.trace import TraceRequest
 
 _HALVINGS = 8
+_ROWS_FACTORS = (0.5, 3.0)
 _MOST_SEQUENCE_MS = 4.0
 _STEEPEST = 4.0  # the log-odds that a kind may be shifted by
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def fit_overheads(cluster: Cluster, plain: System, alone: Lines, together: Lines) -> MachineModel:
-    """The machine with `request_ms`, `step_ms` and `sequence_ms` such that requests took what they took.
+def fit_services(cluster: Cluster, plain: System, alone: Lines, together: Lines) -> MachineModel:
+    """The machine as it is while services run on it: requests without speculation take what they took.
 
-    What a lone request's tokens take beyond their passes is around a step of one sequence. Which part of that comes
-    anew with each further sequence shows where several run at a time.
+    - Rows of a pass after the first cost so much more than on an engine that serves nobody that the times to the first
+      token grow with the prompt as they did.
+    - What a lone request's tokens take beyond their passes is around a step of one sequence. Which part of that comes
+      anew with each further sequence (`sequence_ms`) shows where several run at a time; the rest is `step_ms`.
+    - What is left of the times to the first token is `request_ms`.
 
     Args:
         plain: the system, without speculation.
@@ -32,18 +36,20 @@ def fit_overheads(cluster: Cluster, plain: System, alone: Lines, together: Lines
         together: of one of a few at a time, each with the time at which it was sent.
     """
     machine = _with_overheads(cluster.machine, request_ms=0.0, step_ms=0.0, sequence_ms=0.0)
-    around_ms = max(0.0, _median_gap(alone, _alone(replace(cluster, machine=machine), plain, alone), "tpot_ms"))
+    cluster = replace(cluster, machine=machine)
+    cluster = _with_rows_times(cluster, _rows_factor(cluster, plain, alone))
+    around_ms = max(0.0, _median_gap(alone, _alone(cluster, plain, alone), "tpot_ms"))
 
     def shared(sequence_ms: float) -> Cluster:
         step_ms = max(0.0, around_ms - sequence_ms)
-        return replace(cluster, machine=_with_overheads(machine, step_ms=step_ms, sequence_ms=sequence_ms))
+        return replace(cluster, machine=_with_overheads(cluster.machine, step_ms=step_ms, sequence_ms=sequence_ms))
 
     def excess(sequence_ms: float) -> float:
         return -_median_gap(together, _at_their_times(shared(sequence_ms), plain, together), "tpot_ms")
 
-    cluster = shared(_root(excess, 0.0, _MOST_SEQUENCE_MS))
-    predicted = _alone(cluster, plain, alone)
-    return _with_overheads(cluster.machine, request_ms=max(0.0, _median_gap(alone, predicted, "ttft_ms")))
+    fitted = shared(_root(excess, 0.0, _MOST_SEQUENCE_MS))
+    request_ms = max(0.0, _median_gap(alone, _alone(fitted, plain, alone), "ttft_ms"))
+    return _with_overheads(fitted.machine, request_ms=request_ms)
 
 
 def fit_kinds(cluster: Cluster, system: System, lines: Lines) -> MachineModel:
@@ -55,6 +61,21 @@ def fit_kinds(cluster: Cluster, system: System, lines: Lines) -> MachineModel:
     for name in sorted({str(line.get("kind", "")) for line in lines}):
         cluster = replace(cluster, machine=_fit_kind(cluster, system, name, lines))
     return cluster.machine
+
+
+def _rows_factor(cluster: Cluster, plain: System, alone: Lines) -> float:
+    """By how much rows are dearer than measured: requests with longer prompts then miss by no more than the others."""
+    middle = statistics.median(int(line["prompt_tokens"]) for line in alone)
+
+    def excess(factor: float) -> float:
+        predicted = _alone(_with_rows_times(cluster, factor), plain, alone)
+        sides: tuple[list[float], list[float]] = ([], [])
+        for line, gap in _gaps(alone, predicted, "ttft_ms"):
+            sides[line["prompt_tokens"] > middle].append(gap)
+        short, long = sides
+        return statistics.median(short) - statistics.median(long) if short and long else factor - 1.0
+
+    return _root(excess, *_ROWS_FACTORS)
 
 
 def _fit_kind(cluster: Cluster, system: System, name: str, lines: Lines) -> MachineModel:
@@ -88,14 +109,23 @@ def _at_their_times(cluster: Cluster, system: System, lines: Lines) -> tuple[Rec
     return simulate([TraceRequest.from_json(line) for line in lines], cluster, system).records
 
 
-def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
-    """By how much requests took longer than predicted, at the median."""
-    gaps = [
-        float(line[name]) - value
+def _gaps(lines: Lines, predicted: Sequence[Record], name: str) -> list[tuple[Mapping[str, Any], float]]:
+    """Requests, and by how much each took longer than predicted; those that have the value on both sides."""
+    return [
+        (line, float(line[name]) - value)
         for line, record in zip(lines, predicted, strict=True)
         if line.get(name) is not None and (value := getattr(record, name)) is not None
     ]
-    return statistics.median(gaps) if gaps else 0.0
+
+
+def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
+    """By how much requests took longer than predicted, at the median."""
+    return statistics.median(gaps) if (gaps := [gap for _, gap in _gaps(lines, predicted, name)]) else 0.0
+
+
+def _with_rows_times(cluster: Cluster, factor: float) -> Cluster:
+    costs = cluster.machine.costs.with_rows_times(factor)
+    return replace(cluster, machine=replace(cluster.machine, costs=costs))
 
 
 def _with_overheads(machine: MachineModel, **changes: float) -> MachineModel:

@@ -18,7 +18,7 @@ from treeserve_core.sampling import ServiceClass
 from treeserve_simulator.arrivals import Arrivals, draw_trace
 from treeserve_simulator.comparison import compare, predict
 from treeserve_simulator.costs import DEFAULT_MACHINE, MachineModel, Overheads, PassRows, StepCosts
-from treeserve_simulator.fitting import fit_kinds, fit_overheads
+from treeserve_simulator.fitting import fit_kinds, fit_services
 from treeserve_simulator.options import parse_settings, parse_targets
 from treeserve_simulator.record import Record
 from treeserve_simulator.report import figures
@@ -84,14 +84,16 @@ def test_a_machine_predicts_itself_and_a_slower_one_is_noticed() -> None:
 def test_fitting_finds_what_surrounds_a_pass_and_how_well_texts_are_drafted() -> None:
     stated = Overheads(request_ms=7.0, step_ms=1.3, sequence_ms=0.6)
     easy = cpu_machine().kind("chat").shifted(1.5)
-    true = replace(cpu_machine(), overheads=stated, kinds={**cpu_machine().kinds, "chat": easy})
-    alone = [TraceRequest(10.0 * i, 60, 80, kind="chat") for i in range(24)]
+    dearer = cpu_machine().costs.with_rows_times(1.4)
+    true = replace(cpu_machine(), costs=dearer, overheads=stated, kinds={**cpu_machine().kinds, "chat": easy})
+    alone = [TraceRequest(10.0 * i, 60 + 100 * (i % 2), 80, kind="chat") for i in range(24)]
     few = [TraceRequest(10.0 * (i // 4), 60, 80, kind="chat") for i in range(24)]
     real = small_cluster(true)
     plain, drafted = (_lines(simulate(alone, real, SYSTEMS[name], 5).records) for name in ("fifo", "treeserve"))
     together = _lines(simulate(few, real, SYSTEMS["fifo"], 5).records)
     assumed = small_cluster(cpu_machine())
-    assumed = replace(assumed, machine=fit_overheads(assumed, SYSTEMS["fifo"], plain, together))
+    assumed = replace(assumed, machine=fit_services(assumed, SYSTEMS["fifo"], plain, together))
+    assert assumed.machine.costs.logits_pass_ms(64) == pytest.approx(dearer.logits_pass_ms(64), rel=0.02)
     assert assumed.machine.overheads.step_ms == pytest.approx(1.3, abs=0.05)
     assert assumed.machine.overheads.sequence_ms == pytest.approx(0.6, abs=0.05)
     assert assumed.machine.overheads.request_ms == pytest.approx(7.0, abs=0.2)
