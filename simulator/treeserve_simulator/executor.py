@@ -46,15 +46,15 @@ class SimulatedExecutor:
     ) -> list[ExecutedStep]:
         """As `StepExecutor.run`: a step and plain ones after it, while the event loop goes on."""
         asyncio.get_running_loop().call_soon(meanwhile)
-        steps = [await self._run(plan)]
+        steps = [await self._run(plan, self._machine.overheads.turn_ms)]
         while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._blocks, steps[-1]):
             steps.append(await self._run(plain_step_after(steps[-1])))
         return steps
 
-    async def _run(self, plan: StepPlan) -> ExecutedStep:
+    async def _run(self, plan: StepPlan, turn_ms: float = 0.0) -> ExecutedStep:
         overheads = self._machine.overheads
         forward_ms = self._machine.costs.step_ms([self._rows(planned) for planned in plan.sequences])
-        around_s = (overheads.step_ms + overheads.sequence_ms * len(plan.sequences)) / 1e3
+        around_s = (turn_ms + overheads.step_ms + overheads.sequence_ms * len(plan.sequences)) / 1e3
         self.busy_s += forward_ms / 1e3 + around_s
         self.steps += 1
         self.rows += plan.rows

@@ -7,7 +7,7 @@ from typing import Any
 from treeserve_simulator.costs import MachineModel, Overheads, StepCosts
 from treeserve_simulator.systems import Cluster
 
-NOTHING = Overheads(network_ms=0, request_ms=0, reply_ms=0, step_ms=0, sequence_ms=0, draft_ms=0)
+NOTHING = Overheads(network_ms=0, request_ms=0, reply_ms=0, step_ms=0, turn_ms=0, sequence_ms=0, draft_ms=0)
 
 
 def flat_machine(pass_ms: float, **overheads: float) -> MachineModel:

@@ -86,7 +86,7 @@ def test_fitting_finds_what_surrounds_a_pass_and_how_well_texts_are_drafted() ->
     easy = cpu_machine().kind("chat").shifted(1.5)
     dearer = cpu_machine().costs.with_rows_times(1.4)
     true = replace(cpu_machine(), costs=dearer, overheads=stated, kinds={**cpu_machine().kinds, "chat": easy})
-    alone = [TraceRequest(10.0 * i, 60 + 100 * (i % 2), 80, kind="chat") for i in range(24)]
+    alone = [TraceRequest(10.0 * i, 60 + 100 * (i % 2), 80, kind="chat") for i in range(48)]
     few = [TraceRequest(10.0 * (i // 4), 60, 80, kind="chat") for i in range(24)]
     real = small_cluster(true)
     plain, drafted = (_lines(simulate(alone, real, SYSTEMS[name], 5).records) for name in ("fifo", "treeserve"))
