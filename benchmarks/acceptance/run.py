@@ -60,6 +60,7 @@ class Options:
         per_task: most prompts of each task.
         drafters: folder of trained drafters for all configurations; None for the shipped ones.
         ssms: folder of the draft models of `ssm1` to `ssm5`; None for the same.
+        ssm_width: nodes that a draft model expands per level, and children of each; None for the default.
         also: folders of more draft models, by the name of their configuration.
         corpus: for the corpus source; None to leave it out.
         only: configurations to run; empty for all.
@@ -73,6 +74,7 @@ class Options:
     prompts: tuple[Path, ...]
     drafters: Path | None
     ssms: Path | None
+    ssm_width: int | None
     also: Mapping[str, Path]
     corpus: Path | None
     only: frozenset[str]
@@ -176,9 +178,10 @@ def configurations(folder: Path, cache: Path, options: Options) -> Found:
     def drafting(path: Path | None) -> dict[str, Any]:
         return {} if path is None else {"drafter_folder": path}
 
+    width = {} if options.ssm_width is None else {"ssm_width": options.ssm_width}
     found = find_configurations(
         folder,
-        {"cache_dir": cache, **drafting(options.drafters)},
+        {"cache_dir": cache, **drafting(options.drafters), **width},
         drafting(options.ssms),
         {name: drafting(path) for name, path in options.also.items()},
         options.corpus,
@@ -201,6 +204,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--prompts", type=Path, action="append", default=[], help="more prompts: Spec-Bench, ShareGPT or plain JSONL")
     add("--drafters", type=Path, help="folder of trained drafters; without it the shipped ones")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
+    add("--ssm-width", type=int, help="of draft models' trees; at 1 each proposes one sequence, as in SpecInfer")
     add(
         "--also",
         action="append",
@@ -234,6 +238,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         prompts=tuple(args.prompts),
         drafters=args.drafters,
         ssms=args.ssms,
+        ssm_width=args.ssm_width,
         also={name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)},
         corpus=args.corpus,
         only=frozenset(filter(None, args.only.split(","))),
