@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from treeserve_core.identity import ModelIdentity
+from treeserve_simulator.quiet import warnings_only
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_speculator.drafter import Drafter
 from treeserve_speculator.main import build_drafter, read_identity
@@ -32,7 +33,8 @@ def fresh_drafter(model_folder: Path, sources: Sequence[str] | None = None, **fi
     if sources is not None:
         fields["sources"] = tuple(sources)
     config = SpeculatorConfig(model_folder=model_folder, model_name=NAME, **fields)
-    return build_drafter(config, identity(model_folder), SpeculatorMetrics(CollectorRegistry()))
+    with warnings_only():
+        return build_drafter(config, identity(model_folder), SpeculatorMetrics(CollectorRegistry()))
 
 
 @cache
