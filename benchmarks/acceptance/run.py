@@ -60,7 +60,7 @@ class Options:
         per_task: most prompts of each task.
         drafters: folder of trained drafters for all configurations; None for the shipped ones.
         ssms: folder of the draft models of `ssm1` to `ssm5`; None for the same.
-        ssm_width: nodes that a draft model expands per level, and children of each; None for the default.
+        ssm_width: nodes that a draft model or head expands per level, and children of each; None for the default.
         also: folders of more draft models, by the name of their configuration.
         corpus: for the corpus source; None to leave it out.
         only: configurations to run; empty for all.
@@ -204,7 +204,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--prompts", type=Path, action="append", default=[], help="more prompts: Spec-Bench, ShareGPT or plain JSONL")
     add("--drafters", type=Path, help="folder of trained drafters; without it the shipped ones")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
-    add("--ssm-width", type=int, help="of draft models' trees; at 1 each proposes one sequence, as in SpecInfer")
+    add("--ssm-width", type=int, help="of draft models' and heads' trees; at 1 each proposes one sequence")
     add(
         "--also",
         action="append",
@@ -229,6 +229,8 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         parser.error(f"--nodes: {args.nodes!r} are no numbers")
     if nodes[0] < 1:
         parser.error("--nodes: a budget is at least 1")
+    if args.ssm_width is not None and args.ssm_width < 1:
+        parser.error("--ssm-width is at least 1")
     return Options(
         nodes=nodes,
         max_tokens=args.max_tokens,

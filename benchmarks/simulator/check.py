@@ -18,7 +18,7 @@ from treeserve_core.sampling import ServiceClass
 from treeserve_simulator.calibration import calibrate
 from treeserve_simulator.comparison import predict
 from treeserve_simulator.costs import MachineModel
-from treeserve_simulator.fitting import fit_kinds, fit_services
+from treeserve_simulator.fitting import fit_costs, fit_kinds
 from treeserve_simulator.systems import SYSTEMS, Cluster
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import default_threads
@@ -49,7 +49,7 @@ def check(settings: Settings, plan: Plan, say: Callable[[str], None]) -> tuple[M
     measured = measure(settings, options, compared, prompts, targets, plan)
     plain = measured[FIFO]
     cluster = Cluster(model, verifier={"kv_tokens": str(settings.kv_tokens)})
-    cluster = replace(cluster, machine=fit_services(cluster, SYSTEMS[FIFO], plain.alone, plain.together))
+    cluster = replace(cluster, machine=fit_costs(cluster, SYSTEMS[FIFO], plain.alone, plain.together))
     cluster = replace(cluster, machine=fit_kinds(cluster, SYSTEMS[TREESERVE], measured[TREESERVE].alone))
     return cluster.machine, {
         "plan": asdict(plan),

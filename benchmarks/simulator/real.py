@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.local_cluster import running
@@ -17,9 +18,8 @@ from benchmarks.slo.systems import GATEWAY, Clients, System
 from benchmarks.slo.targets import Targets
 from benchmarks.slo.trace import Arrival, make_trace, poisson_times
 
-_LONGEST_S = 300.0
+_LONGEST_S = 300.0  # of each part of a round
 _TOGETHER = 4
-_APART_S = 60.0  # between rounds, as lines tell it: one has ended before the next begins
 _WARM_UP = 4
 
 Lines = list[dict[str, Any]]
@@ -77,7 +77,7 @@ def measure(
     Raises:
         PeerError: if one does not start, a request fails, or something takes far too long.
     """
-    rng = random.Random(plan.seed)
+    rng, longest_s = random.Random(plan.seed), _LONGEST_S * len(systems) * plan.rounds
     warm_up, *rounds = _requests(plan, prompts, rng)
     with ExitStack() as stack:
         addresses = {
@@ -87,7 +87,7 @@ def measure(
 
         async def work() -> dict[str, Measured]:
             found = {name: Measured() for name in systems}
-            async with asyncio.timeout(_LONGEST_S * plan.rounds), AsyncExitStack() as clients:
+            async with asyncio.timeout(longest_s), AsyncExitStack() as clients:
                 submits = {
                     name: (await clients.enter_async_context(Clients(addresses[name]))).submitter(
                         targets if system.promises else None
@@ -98,23 +98,26 @@ def measure(
                     await _run_round(warm_up, submit, Measured(), 0.0)
                 for index, requests in enumerate(rounds):
                     for name in rng.sample(list(systems), len(systems)):
-                        await _run_round(requests, submits[name], found[name], index * (plan.window_s + _APART_S))
+                        await _run_round(requests, submits[name], found[name], index * _LONGEST_S)
             return found
 
         try:
             return asyncio.run(work())
         except TimeoutError:
-            raise PeerError(f"not over after {_LONGEST_S * plan.rounds:.0f} s") from None
+            raise PeerError(f"not over after {longest_s:.0f} s") from None
 
 
 def _requests(plan: Plan, prompts: Prompts, rng: random.Random) -> list[_Round]:
-    """A warm-up and the rounds. They are one trace: no tenant asks the same twice, and nothing is remembered."""
+    """A warm-up of nobody's requests, and the rounds. They are one trace: no tenant asks the same twice."""
     arrivals = [poisson_times(plan.rate, plan.window_s, rng) for _ in range(plan.rounds)]
-    shapes: list[tuple[int, int, list[float]]] = [(_WARM_UP, 0, [])]
-    shapes += [(plan.alone, plan.together, times) for times in arrivals]
-    times = [at_s for alone, together, loaded in shapes for at_s in (*[0.0] * (alone + together), *loaded)]
-    trace = iter(make_trace(times, prompts, rng))
-    return [_Round(*([next(trace) for _ in range(count)] for count in (a, t, len(loaded)))) for a, t, loaded in shapes]
+    at_once = [0.0] * (plan.alone + plan.together)
+    trace = iter(make_trace([0.0] * _WARM_UP + [t for times in arrivals for t in at_once + times], prompts, rng))
+
+    def take(count: int) -> list[Arrival]:
+        return list(itertools.islice(trace, count))
+
+    warm_up = _Round([replace(arrival, tenant="") for arrival in take(_WARM_UP)], [], [])
+    return [warm_up, *(_Round(take(plan.alone), take(plan.together), take(len(times))) for times in arrivals)]
 
 
 async def _run_round(requests: _Round, submit: Submit, found: Measured, shift_s: float) -> None:

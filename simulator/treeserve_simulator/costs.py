@@ -89,8 +89,8 @@ class StepCosts:
         """A pass of so many rows without logits, after so many KV positions: likewise."""
         return self.step_ms([PassRows(rows, context, 0)])
 
-    def with_rows_times(self, factor: float) -> StepCosts:
-        """These costs, with what every row after the first takes multiplied by that."""
+    def with_rows_scaled(self, factor: float) -> StepCosts:
+        """These costs, with what rows and logits take beyond the smallest measured pass multiplied by that."""
         first = self.pass_ms[0]
         passes = tuple(
             tuple(one + factor * (ms - one) for ms, one in zip(line, first, strict=True)) for line in self.pass_ms

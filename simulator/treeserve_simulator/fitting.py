@@ -15,13 +15,12 @@ from treeserve_simulator.trace import TraceRequest
 
 _HALVINGS = 8
 _ROWS_FACTORS = (0.5, 3.0)
-_MOST_SEQUENCE_MS = 4.0
 _STEEPEST = 4.0  # the log-odds that a kind may be shifted by
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def fit_services(cluster: Cluster, plain: System, alone: Lines, together: Lines) -> MachineModel:
+def fit_costs(cluster: Cluster, plain: System, alone: Lines, together: Lines) -> MachineModel:
     """The machine as it is while services run on it: requests without speculation take what they took.
 
     - Rows of a pass after the first cost so much more than on an engine that serves nobody that the times to the first
@@ -37,17 +36,17 @@ def fit_services(cluster: Cluster, plain: System, alone: Lines, together: Lines)
     """
     machine = _with_overheads(cluster.machine, request_ms=0.0, step_ms=0.0, sequence_ms=0.0)
     cluster = replace(cluster, machine=machine)
-    cluster = _with_rows_times(cluster, _rows_factor(cluster, plain, alone))
+    cluster = _with_rows_scaled(cluster, _rows_factor(cluster, plain, alone))
     around_ms = max(0.0, _median_gap(alone, _alone(cluster, plain, alone), "tpot_ms"))
 
     def shared(sequence_ms: float) -> Cluster:
-        step_ms = max(0.0, around_ms - sequence_ms)
-        return replace(cluster, machine=_with_overheads(cluster.machine, step_ms=step_ms, sequence_ms=sequence_ms))
+        around = {"step_ms": around_ms - sequence_ms, "sequence_ms": sequence_ms}
+        return replace(cluster, machine=_with_overheads(cluster.machine, **around))
 
     def excess(sequence_ms: float) -> float:
         return -_median_gap(together, _at_their_times(shared(sequence_ms), plain, together), "tpot_ms")
 
-    fitted = shared(_root(excess, 0.0, _MOST_SEQUENCE_MS))
+    fitted = shared(_root(excess, 0.0, around_ms))
     request_ms = max(0.0, _median_gap(alone, _alone(fitted, plain, alone), "ttft_ms"))
     return _with_overheads(fitted.machine, request_ms=request_ms)
 
@@ -65,15 +64,16 @@ def fit_kinds(cluster: Cluster, system: System, lines: Lines) -> MachineModel:
 
 def _rows_factor(cluster: Cluster, plain: System, alone: Lines) -> float:
     """By how much rows are dearer than measured: requests with longer prompts then miss by no more than the others."""
-    middle = statistics.median(int(line["prompt_tokens"]) for line in alone)
+    middle = statistics.median_low([int(line["prompt_tokens"]) for line in alone] or [0])
+    short = [line for line in alone if int(line["prompt_tokens"]) <= middle]
+    long = [line for line in alone if int(line["prompt_tokens"]) > middle]
+    if not long:
+        return 1.0
 
     def excess(factor: float) -> float:
-        predicted = _alone(_with_rows_times(cluster, factor), plain, alone)
-        sides: tuple[list[float], list[float]] = ([], [])
-        for line, gap in _gaps(alone, predicted, "ttft_ms"):
-            sides[line["prompt_tokens"] > middle].append(gap)
-        short, long = sides
-        return statistics.median(short) - statistics.median(long) if short and long else factor - 1.0
+        dearer = _with_rows_scaled(cluster, factor)
+        gaps = (_median_gap(lines, _alone(dearer, plain, lines), "ttft_ms") for lines in (short, long))
+        return next(gaps) - next(gaps)
 
     return _root(excess, *_ROWS_FACTORS)
 
@@ -109,22 +109,18 @@ def _at_their_times(cluster: Cluster, system: System, lines: Lines) -> tuple[Rec
     return simulate([TraceRequest.from_json(line) for line in lines], cluster, system).records
 
 
-def _gaps(lines: Lines, predicted: Sequence[Record], name: str) -> list[tuple[Mapping[str, Any], float]]:
-    """Requests, and by how much each took longer than predicted; those that have the value on both sides."""
-    return [
-        (line, float(line[name]) - value)
+def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
+    """By how much requests took longer than predicted, at the median."""
+    gaps = [
+        float(line[name]) - value
         for line, record in zip(lines, predicted, strict=True)
         if line.get(name) is not None and (value := getattr(record, name)) is not None
     ]
+    return statistics.median(gaps) if gaps else 0.0
 
 
-def _median_gap(lines: Lines, predicted: Sequence[Record], name: str) -> float:
-    """By how much requests took longer than predicted, at the median."""
-    return statistics.median(gaps) if (gaps := [gap for _, gap in _gaps(lines, predicted, name)]) else 0.0
-
-
-def _with_rows_times(cluster: Cluster, factor: float) -> Cluster:
-    costs = cluster.machine.costs.with_rows_times(factor)
+def _with_rows_scaled(cluster: Cluster, factor: float) -> Cluster:
+    costs = cluster.machine.costs.with_rows_scaled(factor)
     return replace(cluster, machine=replace(cluster.machine, costs=costs))
 
 

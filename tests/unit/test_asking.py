@@ -246,8 +246,9 @@ def test_first_trees_that_took_long_do_not_keep_others_from_being_asked_for(held
 def test_what_trees_usually_save_is_learned_apart_for_short_and_long_prompts() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
+    expect(speculator, 0.5)
     for _ in range(4):
-        short, long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (5, 200))
+        short, long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (127, 128))
         for sequence, guess in ((short, 77), (long, 7)):
             handle = next(h for h, s in speculator.sequences.items() if s is sequence)
             bench.now += 0.0001
@@ -255,13 +256,13 @@ def test_what_trees_usually_save_is_learned_apart_for_short_and_long_prompts() -
                 bench.desk.propose(speculator, handle, chain(sequence, guess))
             bench.advance(sequence, 7, 8)
             bench.desk.close(sequence)
-    new_short, new_long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (5, 200))
+    new_short, new_long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (127, 128))
     paces = [bench.desk._seats[sequence][0].pace.saves for sequence in (new_short, new_long)]
-    assert paces[0] == pytest.approx(2 / 6), "one token that counts as two trees, and four that saved nothing"
-    assert paces[1] == pytest.approx(1.0)
+    assert paces[0] == pytest.approx(0.5 * 2 / 6), "half a token that counts as two trees, and four that saved nothing"
+    assert paces[1] == pytest.approx((0.5 * 2 + 4) / 6), "and four that saved one"
 
 
-def test_a_tree_without_an_idea_cost_the_turn_of_the_loop_that_brought_it() -> None:
+def test_a_tree_without_a_node_cost_the_turn_of_the_loop_that_brought_it() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
     empty, wrong = bench.open(make_sequence()), bench.open(make_sequence())
@@ -270,3 +271,15 @@ def test_a_tree_without_an_idea_cost_the_turn_of_the_loop_that_brought_it() -> N
     bench.advance(wrong, 7)
     paces = [bench.desk._seats[sequence][0].pace.saves for sequence in (empty, wrong)]
     assert paces == pytest.approx([(2 - 0.001 / (0.004 * 2)) / 3, 2 / 3]), "a turn of 1 ms, of steps of 8 ms"
+
+
+def test_a_tree_without_a_node_costs_no_older_tree_anything() -> None:
+    bench = Bench()
+    speculator, _ = bench.attach("ngram")
+    sequence = bench.open(make_sequence())
+    bench.desk.propose(speculator, 1, chain(sequence, 7, 8, 9))
+    bench.advance(sequence, 7)
+    before = bench.desk._seats[sequence][0].pace._saved
+    assert speculator.asked
+    bench.desk.propose(speculator, 1, chain(sequence))
+    assert bench.desk._seats[sequence][0].pace._saved == before

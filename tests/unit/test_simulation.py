@@ -36,6 +36,13 @@ def test_one_request_takes_its_steps_and_what_surrounds_them() -> None:
     assert record.tpot_ms == pytest.approx(10.0 + 3.0 + 4.0)
 
 
+def test_a_planned_step_costs_a_turn_and_those_that_run_on_from_it_do_not() -> None:
+    machine = flat_machine(10.0, turn_ms=5.0)
+    (record,) = simulate([TraceRequest(1.0, 4, 5)], small_cluster(machine, emit_interval_ms=40), FIFO).records
+    assert record.ttft_ms == pytest.approx(10.0 + 5.0)
+    assert record.tpot_ms == pytest.approx((4 * 10.0 + 5.0) / 4)
+
+
 def test_a_request_that_comes_during_a_step_waits_for_its_end_and_joins_the_next() -> None:
     trace = [TraceRequest(0.0, 4, 3), TraceRequest(0.004, 4, 2)]
     first, second = simulate(trace, small_cluster(flat_machine(10.0)), FIFO).records

@@ -18,7 +18,7 @@ from treeserve_core.sampling import ServiceClass
 from treeserve_simulator.arrivals import Arrivals, draw_trace
 from treeserve_simulator.comparison import compare, predict
 from treeserve_simulator.costs import DEFAULT_MACHINE, MachineModel, Overheads, PassRows, StepCosts
-from treeserve_simulator.fitting import fit_kinds, fit_services
+from treeserve_simulator.fitting import fit_costs, fit_kinds
 from treeserve_simulator.options import parse_settings, parse_targets
 from treeserve_simulator.record import Record
 from treeserve_simulator.report import figures
@@ -84,7 +84,7 @@ def test_a_machine_predicts_itself_and_a_slower_one_is_noticed() -> None:
 def test_fitting_finds_what_surrounds_a_pass_and_how_well_texts_are_drafted() -> None:
     stated = Overheads(request_ms=7.0, step_ms=1.3, sequence_ms=0.6)
     easy = cpu_machine().kind("chat").shifted(1.5)
-    dearer = cpu_machine().costs.with_rows_times(1.4)
+    dearer = cpu_machine().costs.with_rows_scaled(1.4)
     true = replace(cpu_machine(), costs=dearer, overheads=stated, kinds={**cpu_machine().kinds, "chat": easy})
     alone = [TraceRequest(10.0 * i, 60 + 100 * (i % 2), 80, kind="chat") for i in range(48)]
     few = [TraceRequest(10.0 * (i // 4), 60, 80, kind="chat") for i in range(24)]
@@ -92,7 +92,7 @@ def test_fitting_finds_what_surrounds_a_pass_and_how_well_texts_are_drafted() ->
     plain, drafted = (_lines(simulate(alone, real, SYSTEMS[name], 5).records) for name in ("fifo", "treeserve"))
     together = _lines(simulate(few, real, SYSTEMS["fifo"], 5).records)
     assumed = small_cluster(cpu_machine())
-    assumed = replace(assumed, machine=fit_services(assumed, SYSTEMS["fifo"], plain, together))
+    assumed = replace(assumed, machine=fit_costs(assumed, SYSTEMS["fifo"], plain, together))
     assert assumed.machine.costs.logits_pass_ms(64) == pytest.approx(dearer.logits_pass_ms(64), rel=0.02)
     assert assumed.machine.overheads.step_ms == pytest.approx(1.3, abs=0.05)
     assert assumed.machine.overheads.sequence_ms == pytest.approx(0.6, abs=0.05)
@@ -111,6 +111,11 @@ def test_a_pass_costs_what_was_measured_and_lines_between() -> None:
     assert costs.step_ms([PassRows(8, 0, 8)]) == pytest.approx(15.0)
     # Four rows of two sequences: 50 positions on average, logits of two rows, one sequence more and its 40 positions.
     assert costs.step_ms([PassRows(3, 20, 1), PassRows(1, 140, 1)]) == pytest.approx(6.0 + 1.0 + 0.5 + 0.01 * 20)
+
+
+def test_dearer_rows_leave_the_smallest_pass_as_it_was() -> None:
+    costs = StepCosts((1, 4), (0, 100), ((4.0, 5.0), (5.0, 8.0)), (0.0, 3.0), 0.5, 0.01)
+    assert costs.with_rows_scaled(2.0) == StepCosts((1, 4), (0, 100), ((4.0, 5.0), (6.0, 11.0)), (0.0, 6.0), 0.5, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,10 @@ class Asking:
             pause_s = WORTH * took_s * len(self._seats) / share
             # What the first trees take says little of others: one that was held up must not end all trials.
             speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_young else pause_s)
-        seat.pace.follow(proposal.tree)
-        if len(proposal.tree) == 1:  # the step was planned for nothing
-            seat.pace.spend(_TURN_S / (self.present.token_s * len(self._seats)))
+        if not seat.pace.follows:
+            seat.pace.follow(proposal.tree)
+            if len(proposal.tree) == 1:  # the step was planned for nothing; that of others is in the price of rows
+                seat.pace.spend(_TURN_S / (self.present.token_s * len(self._seats)))
         self.judge(seat, seat.sequence.tokens[proposal.base_committed_len :], None, seat.known)
 
     def judge(self, seat: Seat, new: SequenceOf[int], spent: float | None, known: int) -> None:

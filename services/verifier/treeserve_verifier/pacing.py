@@ -34,7 +34,7 @@ class Pace:
     """Learns how many tokens a tree saves.
 
     A tree that arrives is followed, one at a time, along the tokens that the target commits after the tree's root.
-    Nodes that are accepted save a token each, less what the verified ones cost (`spend`). Of a tree that came too late
+    Nodes that are accepted save a token each, less what the tree cost (`spend`). Of a tree that came too late
     for a step, what it would have saved counts. What it saved in the end, at most 8, is averaged: what a sequence
     begins with counts as two trees, and the last dozen trees count most.
 
@@ -77,7 +77,7 @@ class Pace:
         self._trees = 1
 
     def spend(self, tokens: float) -> None:
-        """Nodes were verified that cost as much as so many tokens."""
+        """The followed tree cost as much as so many tokens: its nodes were verified, or a step was planned for it."""
         self._saved -= tokens
 
     def committed(self, token_ids: Sequence[int], each: float) -> bool:
