@@ -10,13 +10,14 @@ from support.sequences import make_sequence
 
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
+from treeserve_verifier.planner import Prices
 from treeserve_verifier.speculator import Speculator
 
 
 def expect(speculator: Speculator, saves: float) -> None:
-    """Have so many tokens be what its trees usually save."""
+    """Have new sequences expect so much of its trees."""
     for prior in speculator.priors:
-        prior.saves = saves
+        prior.tokens = saves
 
 
 def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
@@ -260,6 +261,21 @@ def test_what_trees_usually_save_is_learned_apart_for_short_and_long_prompts() -
     paces = [bench.desk._seats[sequence][0].pace.saves for sequence in (new_short, new_long)]
     assert paces[0] == pytest.approx(0.5 * 2 / 6), "half a token that counts as two trees, and four that saved nothing"
     assert paces[1] == pytest.approx((0.5 * 2 + 4) / 6), "and four that saved one"
+
+
+def test_what_trees_usually_bring_is_learned_whatever_rows_cost() -> None:
+    """Sequences that run beside many others, where rows are dear, must not make a lone one expect nothing."""
+    bench = Bench()
+    bench.prices = Prices(token_s=0.004, row=0.9)
+    speculator, _ = bench.attach("ngram")
+    expect(speculator, 0.0)
+    sequence = bench.open(make_sequence())
+    speculator.probe_at = 0.0
+    bench.waits(sequence)
+    bench.advance(sequence, 5)
+    bench.desk.propose(speculator, 1, chain(sequence, 7))
+    bench.advance(sequence, 7, 8, spent=0.9)
+    assert speculator.prior(sequence).tokens == pytest.approx(1 / 3)
 
 
 def test_a_tree_without_a_node_cost_the_turn_of_the_loop_that_brought_it() -> None:

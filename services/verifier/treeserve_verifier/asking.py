@@ -140,7 +140,7 @@ class Asking:
         if not self._ends(seat.pace, new, spent, known):
             return
         if seat.pace.is_unknown or not seat.eager:
-            seat.speculator.prior(seat.sequence).learn(seat.pace.saved)
+            seat.speculator.prior(seat.sequence).learn(seat.pace.right)
         seat.pace.is_unknown = False
         if seat.pace.saved > 0.0:
             self._echoes[seat.sequence].proved()

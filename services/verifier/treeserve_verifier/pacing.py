@@ -14,19 +14,19 @@ _MOST_SAVED = 8.0  # beyond, a tree pays however slow its speculator is; more wo
 
 @dataclass(eq=False)
 class Prior:
-    """What the trees of a speculator usually save sequences of one kind, in tokens.
+    """How many tokens of a speculator's trees usually come true for sequences of one kind, whatever rows cost.
 
     It begins with one token, which counts as two trees; of those that come, the first ones count alike, and then the
     last twenty most.
     """
 
-    saves: float = 1.0
+    tokens: float = 1.0
     _trees: int = 2
 
-    def learn(self, saved: float) -> None:
-        """A tree of a sequence that was not chosen for what its trees save ended."""
+    def learn(self, tokens: float) -> None:
+        """So many came true of a tree of a sequence that was not chosen for what its trees save."""
         self._trees += 1
-        self.saves += max(_PRIOR_SMOOTHING, 1.0 / self._trees) * (saved - self.saves)
+        self.tokens += max(_PRIOR_SMOOTHING, 1.0 / self._trees) * (tokens - self.tokens)
 
 
 @dataclass(eq=False)
@@ -43,11 +43,13 @@ class Pace:
     Attributes:
         saves: tokens that the next tree is expected to save.
         saved: tokens that the latest tree saved in the end.
+        right: how many of its tokens came true that no quicker speculator's tree had.
         is_unknown: nothing was learned about this sequence yet.
     """
 
     saves: float
     saved: float = 0.0
+    right: int = 0
     is_unknown: bool = True
     _trees: int = 2
     _followed: TokenTree | None = None
@@ -62,7 +64,7 @@ class Pace:
     def follow(self, tree: TokenTree) -> None:
         """Follow a tree that arrived, unless another is followed already."""
         if self._followed is None:
-            self._followed, self._node, self._saved = tree, 0, 0.0
+            self._followed, self._node, self._saved, self.right = tree, 0, 0.0, 0
 
     def hope(self, tokens: float) -> bool:
         """Something else than a tree says that the next one should save so many tokens; True if that is more."""
@@ -91,6 +93,7 @@ class Pace:
                 return self._end()
             self._node = child
             self._saved += each
+            self.right += each > 0.0
         # At a leaf nothing more can come true.
         return not tree.children[self._node] and self._end()
 

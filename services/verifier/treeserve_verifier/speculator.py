@@ -66,7 +66,7 @@ class Speculator:
         silent_since: clock time since which it has owed a tree without sending any.
         latency_s: smoothed time from an ask to its tree, however late; 0 before the first. Of what drafts here, which
             does so for one sequence after the other, its share of that.
-        priors: what its trees usually save sequences with a short prompt, and with a long one.
+        priors: how many tokens of its trees usually come true for sequences with a short prompt, and with a long one.
         tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
         probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
     """
@@ -120,7 +120,7 @@ class Speculator:
         return self.tree_s * (1.0 if self.is_colocated else _FURTHER)
 
     def prior(self, sequence: Sequence) -> Prior:
-        """What its trees usually save sequences like this one."""
+        """How many tokens of its trees usually come true for sequences like this one."""
         return self.priors[sequence.prompt_len >= _LONG_PROMPT]
 
     def read_s(self, tokens: int) -> float:
