@@ -11,13 +11,6 @@ from support.sequences import make_sequence
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.planner import Prices
-from treeserve_verifier.speculator import Speculator
-
-
-def expect(speculator: Speculator, saves: float) -> None:
-    """Have new sequences expect so much of its trees."""
-    for prior in speculator.priors:
-        prior.tokens = saves
 
 
 def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:
@@ -98,7 +91,7 @@ def test_a_sequence_that_repeats_itself_is_found_without_asking() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram", wants_top_tokens=True)
     speculator.latency_s = speculator.tree_s = 0.002
-    expect(speculator, 0.0)
+    speculator.brings = 0.0
     speculator.probe_at = 1e9
     sequence = bench.open(make_sequence(tuple(range(10, 60)), max_tokens=200))
     bench.waits(sequence)
@@ -193,7 +186,7 @@ def test_what_drafts_here_must_pay_for_each_sequence() -> None:
     there, _ = bench.attach("ssm")
     for speculator in (here, there):
         speculator.latency_s = speculator.tree_s = 0.0008
-        expect(speculator, 0.5)
+        speculator.brings = 0.5
     for _ in range(4):
         bench.open(make_sequence())
     assert (bench.eager(here), bench.eager(there)) == (0, 4), (
@@ -205,7 +198,7 @@ def test_asking_for_several_at_once_pays_where_it_does_not_for_one() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
     speculator.latency_s = speculator.tree_s = 0.002
-    expect(speculator, 0.7)
+    speculator.brings = 0.7
     sequences = [bench.open(make_sequence()) for _ in range(2)]
     assert bench.eager(speculator) == 0
     sequences += [bench.open(make_sequence()) for _ in range(2)]
@@ -216,7 +209,7 @@ def test_a_fresh_sequence_is_not_even_read_where_trees_do_not_pay() -> None:
     bench = Bench()
     speculator, box = bench.attach("ngram")
     speculator.latency_s = speculator.tree_s = 0.02
-    expect(speculator, 0.5)
+    speculator.brings = 0.5
     sequence = bench.open(make_sequence())
     assert (bench.eager(speculator), speculator.asked, box.assigned) == (0, {}, {})
     assert not bench.desk.wants_top_tokens(sequence)
@@ -244,38 +237,19 @@ def test_first_trees_that_took_long_do_not_keep_others_from_being_asked_for(held
     assert len(box.commits) > 100, "each tree saves a token, and none but the first took long"
 
 
-def test_what_trees_usually_save_is_learned_apart_for_short_and_long_prompts() -> None:
-    bench = Bench()
-    speculator, _ = bench.attach("ngram")
-    expect(speculator, 0.5)
-    for _ in range(4):
-        short, long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (127, 128))
-        for sequence, guess in ((short, 77), (long, 7)):
-            handle = next(h for h, s in speculator.sequences.items() if s is sequence)
-            bench.now += 0.0001
-            if handle in speculator.asked:
-                bench.desk.propose(speculator, handle, chain(sequence, guess))
-            bench.advance(sequence, 7, 8)
-            bench.desk.close(sequence)
-    new_short, new_long = (bench.open(make_sequence(tuple(range(10, 10 + length)))) for length in (127, 128))
-    paces = [bench.desk._seats[sequence][0].pace.saves for sequence in (new_short, new_long)]
-    assert paces[0] == pytest.approx(0.5 * 2 / 6), "half a token that counts as two trees, and four that saved nothing"
-    assert paces[1] == pytest.approx((0.5 * 2 + 4) / 6), "and four that saved one"
-
-
 def test_what_trees_usually_bring_is_learned_whatever_rows_cost() -> None:
     """Sequences that run beside many others, where rows are dear, must not make a lone one expect nothing."""
     bench = Bench()
     bench.prices = Prices(token_s=0.004, row=0.9)
     speculator, _ = bench.attach("ngram")
-    expect(speculator, 0.0)
+    speculator.brings = 0.0
     sequence = bench.open(make_sequence())
     speculator.probe_at = 0.0
     bench.waits(sequence)
     bench.advance(sequence, 5)
     bench.desk.propose(speculator, 1, chain(sequence, 7))
     bench.advance(sequence, 7, 8, spent=0.9)
-    assert speculator.prior(sequence).tokens == pytest.approx(1 / 3)
+    assert speculator.brings == pytest.approx(0.05)
 
 
 def test_a_tree_without_a_node_cost_the_turn_of_the_loop_that_brought_it() -> None:

@@ -39,7 +39,7 @@ class Asking:
     cost.
 
     It owns of a seat whether it is asked and for how many nodes (`budget`, `eager`, `probed`) and what its trees are
-    worth (`pace`), of a speculator its `priors` and `probe_at`.
+    worth (`pace`), of a speculator `brings` and `probe_at`.
 
     Args:
         speculators: those attached; the draft desk keeps the list.
@@ -140,7 +140,7 @@ class Asking:
         if not self._ends(seat.pace, new, spent, known):
             return
         if seat.pace.is_unknown or not seat.eager:
-            seat.speculator.prior(seat.sequence).learn(seat.pace.right)
+            seat.speculator.surprised(seat.pace.right)
         seat.pace.is_unknown = False
         if seat.pace.saved > 0.0:
             self._echoes[seat.sequence].proved()

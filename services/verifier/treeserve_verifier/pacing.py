@@ -8,25 +8,7 @@ from dataclasses import dataclass
 from treeserve_core.tree import TokenTree
 
 _SMOOTHING = 0.08  # the last dozen trees count most
-_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
 _MOST_SAVED = 8.0  # beyond, a tree pays however slow its speculator is; more would only delay the end of a lucky run
-
-
-@dataclass(eq=False)
-class Prior:
-    """How many tokens of a speculator's trees usually come true for sequences of one kind, whatever rows cost.
-
-    It begins with one token, which counts as two trees; of those that come, the first ones count alike, and then the
-    last twenty most.
-    """
-
-    tokens: float = 1.0
-    _trees: int = 2
-
-    def learn(self, tokens: float) -> None:
-        """So many came true of a tree of a sequence that was not chosen for what its trees save."""
-        self._trees += 1
-        self.tokens += max(_PRIOR_SMOOTHING, 1.0 / self._trees) * (tokens - self.tokens)
 
 
 @dataclass(eq=False)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from treeserve_core.features import FeatureRows
-from treeserve_verifier.pacing import Prior
 from treeserve_verifier.sequence import Sequence
 
 SpeculatorKind = tuple[tuple[str, ...], bool]
 
 _LATENCY_FALLS, _LATENCY_RISES = 0.5, 0.1  # one stall, or the reading of a long prompt, is soon forgotten
 _COST_SMOOTHING = 0.05  # unlike that of latencies even: costs are summed up
-_LONG_PROMPT = 128  # tokens; who brings a text often wants it back
+_PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chosen
 _YOUNG = 16  # trees that met things for the first time, and took longer than others will: the least of them counts
 _MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
 _READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
@@ -66,7 +65,8 @@ class Speculator:
         silent_since: clock time since which it has owed a tree without sending any.
         latency_s: smoothed time from an ask to its tree, however late; 0 before the first. Of what drafts here, which
             does so for one sequence after the other, its share of that.
-        priors: how many tokens of its trees usually come true for sequences with a short prompt, and with a long one.
+        brings: how many tokens of its trees usually come true for a sequence of which nothing is known, whatever rows
+            cost.
         tree_s: what asking for one tree takes, smoothed, the reading of what was not told before left out.
         probe_at: clock time from which another sequence may be asked for only to learn what its trees are worth.
     """
@@ -83,7 +83,7 @@ class Speculator:
     asked: dict[int, float] = field(default_factory=dict)
     silent_since: float = 0.0
     latency_s: float = 0.0
-    priors: tuple[Prior, Prior] = field(default_factory=lambda: (Prior(), Prior()))
+    brings: float = 1.0
     probe_at: float = 0.0
     tree_s: float = 0.0
     _read_s: float = 0.0
@@ -119,9 +119,9 @@ class Speculator:
         """What one more tree beside others takes."""
         return self.tree_s * (1.0 if self.is_colocated else _FURTHER)
 
-    def prior(self, sequence: Sequence) -> Prior:
-        """How many tokens of its trees usually come true for sequences like this one."""
-        return self.priors[sequence.prompt_len >= _LONG_PROMPT]
+    def surprised(self, right: int) -> None:
+        """So many tokens came true of a tree of a sequence that was not chosen for what its trees save."""
+        self.brings += _PRIOR_SMOOTHING * (right - self.brings)
 
     def read_s(self, tokens: int) -> float:
         """What telling it of so many tokens takes."""
