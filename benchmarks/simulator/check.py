@@ -24,6 +24,7 @@ from treeserve_text.tokenizer import Tokenizer
 from treeserve_verifier.config import default_threads
 
 MOST_ERROR = 0.2
+_TURN_MS = 1.0  # what the event loop takes to plan a step and to settle it, beside the engine on two cores; a guess
 _NO_TARGET_MS = 1e9  # for a class without one: requests that say nothing would be given their class's
 
 
@@ -36,6 +37,7 @@ def check(settings: Settings, plan: Plan, say: Callable[[str], None]) -> tuple[M
         PeerError: if a cluster does not start or a request fails.
     """
     model = calibrate(ROOT / settings.folder, ROOT / settings.cache)
+    model = replace(model, overheads=replace(model.overheads, turn_ms=_TURN_MS))
     say(f"{model.origin}: a pass of one row takes {model.costs.logits_pass_ms(1):.2f} ms")
     systems = make_systems()
     prompts = rendered_prompts(Tokenizer.from_folder(ROOT / settings.folder))

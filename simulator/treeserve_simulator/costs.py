@@ -145,8 +145,8 @@ class Overheads:
         network_ms: a frame's way between router and verifier, or between verifier and speculator.
         request_ms: from the client to the router's queue: transport, tokenising, admission.
         reply_ms: from the router's reading of a frame to the client's.
-        step_ms: of a step, whatever it computes.
-        turn_ms: of a step that is planned, beyond one that runs on from it: the event loop's turn.
+        step_ms: of a step, whatever it computes: planning, the event loop's turn, frames.
+        turn_ms: of a step that is planned, beyond one that runs on from it; at 0 all steps are taken for planned ones.
         sequence_ms: of a step, for each of its sequences: acceptance and bookkeeping.
         draft_ms: a speculator's time for one tree. It draws them one after another.
     """
@@ -155,7 +155,7 @@ class Overheads:
     request_ms: float = 2.0
     reply_ms: float = 0.5
     step_ms: float = 0.4
-    turn_ms: float = 1.0
+    turn_ms: float = 0.0
     sequence_ms: float = 0.1
     draft_ms: float = 1.2
 
