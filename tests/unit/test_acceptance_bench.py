@@ -261,6 +261,16 @@ def test_the_command_line() -> None:
     assert (options.nodes, options.max_tokens, options.live_rounds) == ((8,), 32, 1)
     assert options.also == {"long": Path("some/folder")} and options.prompts == (Path("a.jsonl"),)
     assert run.parse_options([]).nodes == (4, 8, 12, 24) and run.parse_options([]).live_rounds == 0
-    for wrong in (["--nodes", "four"], ["--nodes", "0"], ["--also", "long"]):
+    for wrong in (["--nodes", "four"], ["--nodes", "0"], ["--also", "long"], ["--ssm-width", "0"]):
         with pytest.raises(SystemExit):
             run.parse_options(wrong)
+
+
+@pytest.mark.parametrize(("given", "fields"), [([], {}), (["--ssm-width", "1"], {"ssm_width": 1})])
+def test_draft_models_are_as_wide_as_asked_for(
+    given: list[str], fields: dict[str, int], tiny_model: Path, tmp_path: Path
+) -> None:
+    found = run.configurations(tiny_model, tmp_path, run.parse_options(given))
+    assert found.configurations and all(
+        {name: value for name, value in c.fields.items() if name == "ssm_width"} == fields for c in found.configurations
+    )
