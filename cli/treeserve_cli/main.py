@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -40,6 +39,7 @@ from treeserve_wire.config import ConfigError, load_config
 DEFAULT_ADDRESS = "localhost:50051"
 # Not the services' prefix: their variables are inherited by the processes that `up` starts.
 _UP_PREFIX = "TREESERVE_UP_"
+_LOOK_S = 0.2
 
 app = typer.Typer(
     name="treeserve",
@@ -90,6 +90,15 @@ def _fail_call(error: TreeserveClientError, address: str) -> typer.Exit:
     return _fail(f"{error}{hint}")
 
 
+def _until_interrupted() -> NoReturn:
+    """Do nothing until a signal raises KeyboardInterrupt.
+
+    One that another thread took, or that came just before a wait began, ends no wait of this one; so none is long.
+    """
+    while True:
+        time.sleep(_LOOK_S)
+
+
 @app.command(**_CONFIGURED_COMMAND)
 def up(context: typer.Context) -> None:
     """Serve a model on this machine until Ctrl-C; `treeserve up --help` lists the options.
@@ -102,7 +111,7 @@ def up(context: typer.Context) -> None:
     try:
         with LocalCluster(config, report=_tell) as cluster:
             print(f"ready grpc={cluster.grpc_address} http={cluster.http_address}", flush=True)
-            threading.Event().wait()
+            _until_interrupted()
     except KeyboardInterrupt:
         return  # a second one, while stopping, ends this process and its children at once
     except (ClusterError, TreeserveError, OSError) as error:

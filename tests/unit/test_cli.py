@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCluster]]:
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(main, "LocalCluster", Fresh)
-    monkeypatch.setattr(main, "threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=interrupt)))
+    monkeypatch.setattr(main, "_until_interrupted", interrupt)
     before = signal.getsignal(signal.SIGTERM)
     yield Fresh
     signal.signal(signal.SIGTERM, before)
@@ -274,3 +275,20 @@ def test_up_help_lists_the_options(cluster: type[FakeCluster]) -> None:
     result = invoke("up", "--help")
     assert result.exit_code == 0
     assert "--kv-tokens" in result.stdout
+
+
+def test_a_signal_that_another_thread_took_ends_the_wait() -> None:
+    script = """
+import signal, threading, time
+from treeserve_cli.main import _until_interrupted
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+other.start()
+threading.Timer(0.5, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+try:
+    _until_interrupted()
+except KeyboardInterrupt:
+    print("ended")
+"""
+    ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=30, check=True)
+    assert ran.stdout == b"ended\n"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Callable, Mapping
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
 MOST_MEASURED_CONTEXT = 1024
 _CONTEXT_ROWS = 16
-_ENOUGH_MS = 50.0  # timing one count of rows
+_ENOUGH_MS = 40.0  # timing one count of rows
+_TURNS = 2, 4  # at least, at most
 _SMOOTHING = 0.1
 _TIMED = 0.5  # a start-up timing, taken while a cluster starts, counts as much as one step
+_PROVED = 0.2  # after three steps: the first one may have been held up
+_FORGOTTEN = 0.003  # of what is known of a stair, with each step below it
 _MOST_SURPRISE = 2.5  # one outlier must not distort the table
 _AGES_MS = 1e9
 _LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be corrected
@@ -26,7 +30,9 @@ class CostModel:
 
     An observed step pulls its stair, and all others half as much: most of what changes (a busy neighbour, a longer
     context) slows every step alike. A step with prefill rows pulls their price instead. A stair that was timed at
-    start-up is replaced by the mean of its first steps.
+    start-up is replaced by the mean of its first steps. What is known of it is forgotten while steps have fewer rows:
+    it goes back to being as much dearer than they are as it was at first. Otherwise rows that seemed too dear once
+    would never be tried again.
 
     Args:
         table: milliseconds by rows.
@@ -38,8 +44,10 @@ class CostModel:
             raise ValueError("a cost table needs at least one positive entry")
         self._rows = sorted(table)
         self._ms = [table[rows] for rows in self._rows]
+        self._first_weight = _SMOOTHING
         self._weights = [_SMOOTHING] * len(table)  # of the next step of each stair
         self._make_monotone()
+        self._first_ms = tuple(self._ms)
         self._prefill_row_ms = self._ms[-1] / self._rows[-1] if prefill_row_ms is None else prefill_row_ms
         self._attend_ms = attend_ms
 
@@ -50,20 +58,31 @@ class CostModel:
         time_prefill_ms: Callable[[int, int], float] | None = None,
         most_context: int = 0,
     ) -> CostModel:
-        """Build the table from `time_ms(rows)`: for each entry of _MEASURED_ROWS the fastest of two timings or three.
+        """Build the table from `time_ms(rows)`, for each entry of _MEASURED_ROWS.
 
-        What disturbs a timing only ever adds to it, and to a short one the most. So they are taken in turns, because a
-        disturbance lasts longer than a few passes, and fewer rows cost no more than more rows did.
+        Other processes start at the same time, and passes become slower and faster with what these do. So a stair is
+        timed beside a pass of one row, two to four times, a short one more often, and the ratio in the middle counts.
+        Fewer rows cost no more than more rows did.
 
         Args:
             time_prefill_ms: duration of a pass of so many rows, without logits, after so many KV positions.
             most_context: positions that it may be asked for; 0 leaves the cost of context to what is observed.
         """
         time_ms(MOST_MEASURED_ROWS)  # the first pass pays for allocations
-        timings = [{rows: time_ms(rows) for rows in _MEASURED_ROWS} for _ in range(2)]
-        timings.append({rows: time_ms(rows) for rows in _MEASURED_ROWS if sum(t[rows] for t in timings) < _ENOUGH_MS})
-        table = {rows: min(t[more] for t in timings for more in t if more >= rows) for rows in _MEASURED_ROWS}
+        ones: list[float] = []
+        taken = dict.fromkeys(_MEASURED_ROWS, 0.0)
+        ratios = {1: [1.0]} | {rows: [] for rows in _MEASURED_ROWS[1:]}
+        for turn in range(_TURNS[1]):
+            for rows in _MEASURED_ROWS[1:]:
+                if turn < _TURNS[0] or taken[rows] < _ENOUGH_MS:
+                    ones.append(time_ms(1))
+                    ms = time_ms(rows)
+                    taken[rows] += ms
+                    ratios[rows].append(ms / ones[-1])
+        middle = {rows: statistics.median_low(each) for rows, each in ratios.items()}
+        table = {rows: min(ones) * min(middle[more] for more in middle if more >= rows) for rows in _MEASURED_ROWS}
         cost = cls._timed(table, time_prefill_ms, most_context)
+        cost._first_weight = _TIMED
         cost._weights = [_TIMED] * len(table)
         return cost
 
@@ -92,9 +111,9 @@ class CostModel:
         return dict(zip(self._rows, self._ms, strict=True))
 
     def is_proved(self, rows: int) -> bool:
-        """Whether the expected duration of a step with so many rows with logits is more than a start-up timing."""
+        """Whether the expected duration of a step with so many rows with logits is what such steps took lately."""
         stair = bisect.bisect_left(self._rows, rows)
-        return stair >= len(self._rows) or self._weights[stair] != _TIMED
+        return stair >= len(self._rows) or self._weights[stair] <= _PROVED
 
     def step_ms(self, rows: int) -> float:
         """Expected duration of a step with so many rows with logits and no other."""
@@ -131,10 +150,18 @@ class CostModel:
             self._weights[stair] = max(_SMOOTHING, weight / (1.0 + weight))
             change = weight * surprise
             self._ms = [t * (1.0 + (change if i == stair else change / 2.0)) for i, t in enumerate(self._ms)]
+            self._forget(stair)
             self._make_monotone()
 
     def _prefill_ms(self, rows: int, attended: float) -> float:
         return rows * self._prefill_row_ms + attended * self._attend_ms
+
+    def _forget(self, stair: int) -> None:
+        """A step took this stair: what is known of those above it gets older."""
+        for i in range(stair + 1, len(self._ms)):
+            first_ms = self._ms[stair] * self._first_ms[i] / self._first_ms[stair]
+            self._ms[i] += _FORGOTTEN * (first_ms - self._ms[i])
+            self._weights[i] += _FORGOTTEN * (self._first_weight - self._weights[i])
 
     def _make_monotone(self) -> None:
         for i in range(1, len(self._ms)):
