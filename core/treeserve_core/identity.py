@@ -8,6 +8,7 @@ from treeserve_core.errors import HandshakeError, InvalidArgumentError
 
 PROTOCOL_VERSION = 1
 MAX_TENANT_CHARS = 64
+MAX_SESSION_CHARS = 128
 
 
 @dataclass(frozen=True)

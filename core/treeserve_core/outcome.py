@@ -30,7 +30,7 @@ class VerifyOutcome:
     """One sequence's result of one step.
 
     Attributes:
-        accepted_nodes: tree nodes on the accepted path, root excluded, in order: their KV rows stay.
+        accepted_nodes: tree nodes on the accepted path, root excluded, in order.
         token_ids: emitted tokens: the accepted ones and the bonus token, cut where the request ends.
         finish_reason: set if the request ended within these tokens.
         log_probs: one entry per emitted token if asked for, else empty.
@@ -40,6 +40,14 @@ class VerifyOutcome:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     log_probs: tuple[PositionLogProbs, ...] = ()
+
+    @property
+    def walked_nodes(self) -> tuple[int, ...]:
+        """Nodes whose logits chose the emitted tokens, in order, the root first: their KV rows stay.
+
+        KV never covers the last committed token, drafted or not: what can be reused later does not depend on it.
+        """
+        return (0, *self.accepted_nodes)[: len(self.token_ids)]
 
 
 @dataclass

@@ -70,8 +70,7 @@ class SimulatedExecutor:
             self._commit(planned, range(planned.chunk))
             return StepResult(planned)
         outcome = self._accept(planned, planned.tree)
-        path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
-        self._commit(planned, range(planned.chunk) if planned.chunk > 1 else path)
+        self._commit(planned, range(planned.chunk) if planned.chunk > 1 else outcome.walked_nodes)
         return StepResult(planned, outcome)
 
     def _accept(self, planned: PlannedSequence, tree: TokenTree) -> VerifyOutcome:

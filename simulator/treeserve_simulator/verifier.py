@@ -70,7 +70,7 @@ class SimulatedVerifier:
         self._desk = DraftDesk(
             clock,
             config.draft_wait_ms / 1e3,
-            lambda s: planner.draft_budget(s, len(self.scheduler)),
+            lambda s: planner.draft_budget(s, len(self.scheduler.running)),
             lambda: planner.prices(len(self.scheduler.running)),
         )
         self.scheduler = Scheduler(config, self.blocks, self._desk.close, clock, token_ms=lambda: cost.prefill_ms(1, 0))

@@ -49,6 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gpu": {"verifier": {"gpu": {"count": 1}}},
     "open": {"networkPolicy": {"enabled": False}, "speculator": {"replicas": 0}, "redis": {"url": "redis://valkey"}},
+    "watched": {
+        "discovery": "kubernetes",
+        "redis": {"url": "redis://valkey"},
+        "networkPolicy": {"clientNamespaces": ["apps"], "apiServerPorts": [16443]},
+    },
     "tls": {"tls": {"secretName": "certificates"}},
     "keys": {"auth": {"keysSecretName": "api-keys"}},
     "secured": {

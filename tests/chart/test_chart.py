@@ -25,6 +25,10 @@ def config_of(manifests: list[Manifest], role: str) -> dict[str, Any]:
     return yaml.safe_load(of_kind(manifests, "ConfigMap")[role]["data"]["config.yaml"])
 
 
+def ports_of(manifests: list[Manifest], role: str) -> list[dict[str, Any]]:
+    return container(of_kind(manifests, "Deployment")[role])["ports"]
+
+
 def config_class(role: str) -> type:
     return getattr(importlib.import_module(f"treeserve_{role}.config"), f"{role.capitalize()}Config")
 
@@ -45,6 +49,7 @@ def test_manifests_are_valid(rendered, version, monkeypatch):
     distinct = {json.dumps(m, sort_keys=True): m for variant in rendered.values() for m in variant}
     ours = [m for m in distinct.values() if m["kind"] not in CUSTOM_RESOURCES]
     assert {m["kind"] for m in ours} >= {"Deployment", "Service", "HorizontalPodAutoscaler", "NetworkPolicy", "Pod"}
+    assert {m["kind"] for m in ours} >= {"ServiceAccount", "Role", "RoleBinding"}
     for manifest in ours:
         assert kubernetes_validate.validate(manifest, version, strict=True) == version
 
@@ -109,6 +114,9 @@ def test_the_longest_release_name_fits(render):
         ({"speculator": {"resources": {"requests": {"cpu": None}}}}, "/speculator/resources/requests"),
         ({"speculator": {"tolerations": [{"effect": "Never"}]}}, "/speculator/tolerations/0/effect"),
         ({"model": {"path": "../model"}}, "/model/path"),
+        ({"discovery": "consul"}, "/discovery"),
+        ({"networkPolicy": {"apiServerPorts": []}}, "/networkPolicy/apiServerPorts"),
+        ({"networkPolicy": {"apiServerPorts": [70000]}}, "/networkPolicy/apiServerPorts/0"),
         ({"redis": {"url": "valkey:6379"}}, "/redis/url"),
         ({"tls": {"secretName": "No Name"}}, "/tls/secretName"),
         ({"auth": {"keys": "a-key"}}, "keys"),
@@ -193,13 +201,17 @@ def test_settings_arrive_with_their_types(rendered, tmp_path):
     assert (router.tenants["acme"].weight, router.tenants["acme"].tokens_per_minute) == (2.5, 1e6)
 
 
-def test_routers_and_speculators_find_every_verifier(manifests):
-    service = of_kind(manifests, "Service")["verifier"]
-    assert service["spec"]["clusterIP"] == "None"  # headless: the name resolves to pods
-    (grpc,) = [port for port in service["spec"]["ports"] if port["name"] == "grpc"]
-    address = f"dns://{service['metadata']['name']}.serving.svc:{grpc['port']}"
-    assert config_of(manifests, "router")["verifiers"] == [address]
-    assert config_of(manifests, "speculator")["verifiers"] == [address]
+def test_routers_and_speculators_find_every_verifier(rendered):
+    for variant, manifests in rendered.items():
+        service = of_kind(manifests, "Service")["verifier"]
+        assert service["spec"]["clusterIP"] == "None"  # headless: the name resolves to pods
+        (grpc,) = [port for port in service["spec"]["ports"] if port["name"] == "grpc"]
+        assert grpc["port"] == {p["name"]: p["containerPort"] for p in ports_of(manifests, "verifier")}["grpc"]
+        name = service["metadata"]["name"]
+        watched = VARIANTS[variant].get("discovery") == "kubernetes"
+        address = f"kubernetes://serving/{name}" if watched else f"dns://{name}.serving.svc"
+        for role in ("router", "speculator"):
+            assert config_of(manifests, role)["verifiers"] == [f"{address}:{grpc['port']}"]
 
 
 def test_a_changed_configuration_replaces_only_the_pods_it_concerns(render, rendered):

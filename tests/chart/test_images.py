@@ -34,9 +34,9 @@ def test_every_pin_has_a_hash(lock):
 
 
 def test_each_image_holds_what_its_role_imports():
-    assert {"grpcio", "redis", "starlette", "uvicorn", "jinja2", "typer"} <= names("router.lock")
+    assert {"grpcio", "redis", "starlette", "uvicorn", "jinja2", "typer", "kubernetes"} <= names("router.lock")
     assert not {"torch", "triton", "transformers"} & names("router.lock")
-    assert {"grpcio", "triton", "transformers", "safetensors"} <= names("engine.lock")
+    assert {"grpcio", "triton", "transformers", "safetensors", "kubernetes"} <= names("engine.lock")
     assert "torch" not in names("engine.lock")  # apart, so that a GPU image can take another build
     assert names("torch-cpu.lock") == {"torch"}
     assert not {"pytest", "ruff", "mypy"} & (names("router.lock") | names("engine.lock"))

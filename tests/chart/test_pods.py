@@ -13,6 +13,7 @@ from treeserve_wire.server import LIVENESS
 # Volumes that the restricted pod security standard allows.
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
 RESTRICTED_VOLUMES |= {"secret", "name"}
+RBAC_KINDS = ("Role", "RoleBinding")
 
 
 def config_of(manifests: list[Manifest], role: str) -> dict[str, Any]:
@@ -48,7 +49,6 @@ def test_every_pod_passes_the_restricted_standard(manifests):
 def test_every_pod_is_kept_apart_from_its_surroundings(manifests):
     for pod in pods(manifests):
         spec = pod["spec"]
-        assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         accounts = [m["metadata"]["name"] for m in manifests if m["kind"] == "ServiceAccount"]
         assert accounts == [spec["serviceAccountName"]]
@@ -61,6 +61,33 @@ def test_every_pod_is_kept_apart_from_its_surroundings(manifests):
             writable = {m["mountPath"] for m in each["volumeMounts"] if not m.get("readOnly")}
             assert "/tmp" in writable
             assert writable <= {"/tmp", "/dev/shm"}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_only_pods_that_ask_the_kubernetes_api_hold_a_token(rendered, variant):
+    watched = VARIANTS[variant].get("discovery") == "kubernetes"
+    holders = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        for pod in pods(rendered[variant])
+        if pod["spec"]["automountServiceAccountToken"]
+    }
+    assert holders == ({"router", "speculator"} if watched else set())
+    kinds = [m["kind"] for m in rendered[variant]]
+    assert kinds.count("Role") == kinds.count("RoleBinding") == (1 if watched else 0)
+    assert not {"ClusterRole", "ClusterRoleBinding"} & set(kinds)
+
+
+def test_the_account_may_read_endpoint_slices_of_its_namespace_only(rendered):
+    (account, role, binding) = (of_kind(rendered["watched"], k)["shared"] for k in ("ServiceAccount", *RBAC_KINDS))
+    assert account["automountServiceAccountToken"] is False  # each pod says for itself
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    ]
+    assert not {"namespace"} & (role["metadata"].keys() | binding["metadata"].keys())  # the release's
+    group = "rbac.authorization.k8s.io"
+    assert binding["roleRef"] == {"apiGroup": group, "kind": "Role", "name": role["metadata"]["name"]}
+    name = account["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "serving"}]
 
 
 def test_selectors_match_the_pods_of_their_role_and_release_only(manifests, render):
@@ -325,6 +352,19 @@ def test_keda_reaches_the_port_that_it_asks(render, rendered, secured):
     assert not network.allows("keda", "router", 8000, namespace="keda-system")
     assert not network.allows("keda", "verifier", 50052, namespace="keda-system")
     assert not Network(rendered["everything"]).allows("keda", "router", port, namespace="keda")  # an HPA asks nobody
+
+
+def test_who_watches_reaches_the_kubernetes_api(render, rendered):
+    def callers(manifests: list[Manifest], port: int) -> set[str]:
+        network = Network(manifests)
+        return {source for source in (*ROLES, "test") if network.allows(source, "api-server", port, namespace="")}
+
+    assert callers(rendered["watched"], 16443) == {"router", "speculator"}
+    assert callers(rendered["watched"], 443) == set()
+    usual = render({"discovery": "kubernetes"})
+    assert callers(usual, 443) == callers(usual, 6443) == {"router", "speculator"}
+    for variant in set(VARIANTS) - {"watched", "open"}:
+        assert callers(rendered[variant], 443) == callers(rendered[variant], 6443) == set()
 
 
 def test_network_policies_can_be_left_out(rendered):

@@ -241,6 +241,17 @@ async def test_bytes_are_bounded_and_come_back(valkey: ValkeyServer) -> None:
             assert not page.is_kept, "larger than one call takes"
 
 
+async def test_requests_that_are_taken_up_together_share_the_bound(valkey: ValkeyServer) -> None:
+    """As when a router died and its clients all come at once."""
+    async with connected_link(valkey) as link:
+        with await journal(link).open(request(), []) as page:
+            size = page.size
+        mine = journal(link, max_bytes=2 * size)
+        taken_up = [replace(request(name), delivered=0) for name in "abcd"]
+        pages = await asyncio.gather(*(mine.open(each, []) for each in taken_up))
+        assert sorted(page.is_kept for page in pages) == [False, False, True, True]
+
+
 async def test_a_grammar_counts(valkey: ValkeyServer) -> None:
     async with connected_link(valkey) as link:
         free = request()

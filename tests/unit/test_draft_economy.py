@@ -85,8 +85,8 @@ class Simulation:
         self._desk = DraftDesk(
             lambda: self.now,
             0.015,
-            lambda sequence: self._planner.draft_budget(sequence, len(self._scheduler)) if speculates else 0,
-            lambda: self._planner.prices(len(self._scheduler)),
+            lambda sequence: self._planner.draft_budget(sequence, len(self._scheduler.running)) if speculates else 0,
+            lambda: self._planner.prices(len(self._scheduler.running)),
         )
         self._asked: list[int] = []  # handles
         self._coming: list[tuple[float, int, int]] = []  # arrival, handle, base

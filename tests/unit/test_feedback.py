@@ -14,18 +14,12 @@ TREE = TokenTree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 1, 1, 2))
 
 
 def test_each_node_on_the_path_is_visited_until_no_child_is_right() -> None:
-    assert visits(TREE, [1, 4, 7]) == [Visit(0, 1, 1), Visit(1, 4, 2)], "below a leaf nobody guessed"
-    assert visits(TREE, [1, 7, 4]) == [Visit(0, 1, 1), Visit(1, None, 2)]
-    assert visits(TREE, [7, 1]) == [Visit(0, None, 1)]
+    assert visits(TREE, [1, 4, 7]) == [Visit(0, 1), Visit(1, 4)], "below a leaf nobody guessed"
+    assert visits(TREE, [1, 7, 4]) == [Visit(0, 1), Visit(1, None)]
+    assert visits(TREE, [7, 1]) == [Visit(0, None)]
 
 
 def test_what_was_not_decided_is_not_counted() -> None:
-    assert visits(TREE, [2]) == [Visit(0, 2, 1)]
+    assert visits(TREE, [2]) == [Visit(0, 2)]
     assert visits(TREE, []) == []
     assert visits(TokenTree.root_only(9), [1]) == []
-
-
-def test_the_rank_is_the_place_among_the_siblings() -> None:
-    first, second = visits(TREE, [1, 4])
-    assert (first.rank(TREE), second.rank(TREE)) == (0, 1)
-    assert visits(TREE, [7])[0].rank(TREE) is None

@@ -173,6 +173,15 @@ def test_a_change_of_speed_at_start_up_spoils_the_price_of_no_row(first: int, la
         assert table[rows] / table[1] == pytest.approx((4.0 + rows / 4.0) / 4.25), rows
 
 
+def test_where_rows_are_cheap_more_of_them_are_timed() -> None:
+    """As on a GPU: 33 sequences and more are drafted for, because nobody has to guess what 66 rows cost."""
+    flat = CostModel.measure(lambda rows: 8.0 + rows / 100.0, most_rows=192)
+    assert max(flat.table) == 192 and flat.step_ms(150) == pytest.approx(8.0 + 1.92, rel=0.02)
+    assert StepPlanner(make_config(step_rows=192, max_nodes=8), flat).draft_budget(make_sequence(), 40) > 0
+    assert max(CostModel.measure(lambda rows: 8.0 + rows / 100.0).table) == 64, "a step has no more rows"
+    assert max(CostModel.measure(lambda rows: 3.0 + rows / 4.0, most_rows=192).table) == 64, "as on a CPU"
+
+
 def test_fewer_rows_are_not_taken_for_dearer_than_more_rows_were() -> None:
     table = CostModel.measure(lambda rows: 9.0 if rows < 16 else 4.0 + rows / 4.0).table
     assert table[1] == table[12] == table[16] == 8.0

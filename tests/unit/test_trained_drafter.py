@@ -148,7 +148,7 @@ def test_a_cut_sequence_lives_on(tiny_model: Path, drafters: Path, cache: Path) 
     cut.open(state)
     for length in range(1, 6):
         tree = cut.propose(state, 6)
-        assert tree == _propose(cut, state.tokens, SAMPLED).pruned(6) or tree is not None
+        assert tree is not None
         state.tokens.extend([*(tree.token_ids[i] for i in tree.path(len(tree) - 1)), length])
         cut.commit(state, [], [])
         (fresh,) = _build(tiny_model, cache, "ssm2", drafter_folder=drafters)

@@ -8,8 +8,8 @@ from treeserve_wire.tls import Tls
 
 MAX_MESSAGE_BYTES = 1 << 20
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+# Of both ends.
+COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -19,6 +19,11 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # Credits bound what is in flight. Bandwidth probing would widen the window until a slow reader holds megabytes.
     ("grpc.http2.bdp_probe", 0),
+)
+
+_OPTIONS = (
+    *COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # Peers of one cluster are never behind a forward proxy; an inherited http_proxy must not catch loopback traffic.

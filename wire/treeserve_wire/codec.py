@@ -192,9 +192,9 @@ def log_probs_from_proto(messages: Iterable[common_pb2.PositionLogProbs]) -> tup
     )
 
 
-def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """Encode a finish reason; None is unspecified."""
-    return common_pb2.FinishReason.ValueType(reason or common_pb2.FINISH_REASON_UNSPECIFIED)
+def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """Encode a finish reason."""
+    return common_pb2.FinishReason.ValueType(reason)
 
 
 def finish_reason_from_proto(value: common_pb2.FinishReason.ValueType) -> FinishReason | None:

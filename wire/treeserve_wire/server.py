@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from treeserve_wire.channel import MAX_MESSAGE_BYTES
+from treeserve_wire.channel import COMMON_OPTIONS, MAX_MESSAGE_BYTES
 from treeserve_wire.tls import Tls
 
 # Health is SERVING under this name for as long as the process works, whether or not it has anything to serve with:
@@ -20,13 +20,8 @@ LIVENESS = "live"
 _AGE_GRACE_MS = 3_600_000
 
 _OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *COMMON_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.http2.bdp_probe", 0),
     # In a burst gRPC itself would cancel calls that this process has not looked at yet, from the thousandth on; they
     # are to hear a reason and when to try again.
     ("grpc.server.max_pending_requests", 100_000),

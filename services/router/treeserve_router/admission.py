@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from treeserve_core.errors import InvalidArgumentError, NotFoundError
+from treeserve_core.identity import MAX_SESSION_CHARS
 from treeserve_core.sampling import (
     SamplingParams,
     SequenceLimits,
@@ -240,8 +241,8 @@ async def _maybe_in_thread(function: Callable[[_T], list[int]], argument: _T, ch
 def _check_ids(ask: Ask) -> None:
     if len(ask.request_id) > MAX_ID_CHARS or not _REQUEST_ID.fullmatch(ask.request_id):
         raise InvalidArgumentError("request_id", f"has at most {MAX_ID_CHARS} characters of [A-Za-z0-9._:-]")
-    if len(ask.session_id) > MAX_ID_CHARS:
-        raise InvalidArgumentError("session_id", f"has at most {MAX_ID_CHARS} characters")
+    if len(ask.session_id) > MAX_SESSION_CHARS:
+        raise InvalidArgumentError("session_id", f"has at most {MAX_SESSION_CHARS} characters")
     if ask.tenant is not None and len(ask.tenant) > MAX_ID_CHARS:
         raise InvalidArgumentError("tenant", f"has at most {MAX_ID_CHARS} characters")
 

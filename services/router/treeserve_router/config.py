@@ -45,7 +45,11 @@ class RouterConfig:
         ),
     )
     verifiers: tuple[str, ...] = field(
-        default=("127.0.0.1:50052",), metadata=option("verifier addresses: host:port, unix:/path, or dns://name:port")
+        default=("127.0.0.1:50052",),
+        metadata=option(
+            "verifier addresses: host:port, unix:/path, dns://name:port for all addresses behind a name, or "
+            "kubernetes://namespace/service:port for the ready pods of a Service, watched through the Kubernetes API"
+        ),
     )
     redis_url: str | None = field(default=None, metadata=option("Redis or Valkey URL; empty is off"))
     router_id: str = field(default_factory=socket.gethostname, metadata=option("name in logs and hellos"))
@@ -146,16 +150,15 @@ class RouterConfig:
         check_at_least(self, 1, "max_queued_requests", "max_queued_tokens", "max_queued_bytes")
         check_at_least(self, 1, "max_replays", "token_credit", "streams_per_router")
         check_at_least(self, 0, "max_hedges", "journal_bytes", "explain_requests")
-        if not (math.isfinite(self.stall_timeout_s) and self.stall_timeout_s > 0):
-            raise InvalidArgumentError("stall_timeout_s", "must be a number of seconds above 0")
-        for name in ("ageing_s", "verifier_wait_s", "session_ttl_s", "prefix_ttl_s", "journal_ttl_s", "drain_s"):
+        for name in ("stall_timeout_s", "redis_timeout_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InvalidArgumentError(name, "must be a number of seconds above 0")
+        for name in ("ageing_s", "verifier_wait_s", "drain_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidArgumentError(name, "must be a number of seconds, not negative")
-        if not (math.isfinite(self.redis_timeout_s) and self.redis_timeout_s > 0):
-            raise InvalidArgumentError("redis_timeout_s", "must be a number of seconds above 0")
         for name in ("session_ttl_s", "prefix_ttl_s", "journal_ttl_s"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(name, "must be at least 1 s")
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 1):
+                raise InvalidArgumentError(name, "must be a number of seconds, at least 1")
         if self.redis_url is not None and not self.redis_url.startswith(_REDIS_SCHEMES):
             raise InvalidArgumentError("redis_url", f"begins with none of {', '.join(_REDIS_SCHEMES)}")
         for name in ("tenant_header", "service_class_header"):

@@ -13,6 +13,7 @@ from treeserve_router.ledger import Load, VerifierLedger, VerifierOffer
 from treeserve_router.mailbox import Draining, Ended, Lost, Placed, Tokens
 from treeserve_router.placement import VerifierState
 from treeserve_router.queue import Ticket
+from treeserve_router.request_codec import request_to_proto
 from treeserve_wire import codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import CreditWindow
@@ -150,7 +151,7 @@ class DecodeStream:
                 try:
                     await self._call.write(frame)
                 except asyncio.InvalidStateError:  # the call has ended: the reader learns why
-                    return
+                    await asyncio.get_running_loop().create_future()
 
     def _next_frame(self) -> pb.DecodeRequest | None:
         if self._credit:
@@ -233,24 +234,13 @@ async def read_frame(call: DecodeCall) -> pb.DecodeResponse:
 
 
 def _submit_message(handle: int, ticket: Ticket, waited_s: float) -> pb.SubmitSequence:
-    request = ticket.request
-    speculation, service_level = codec.limits_to_proto(request.limits)
-    return pb.SubmitSequence(
-        handle=handle,
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        generated_token_ids=ticket.generated_token_ids,
-        sampling=codec.sampling_to_proto(request.sampling),
-        stopping=codec.stopping_to_proto(request.stopping),
-        speculation=speculation,
-        service_level=service_level,
-        traceparent=ticket.traceparent,
-        tenant=request.tenant,
-        session_id=request.session_id,
-        session_epoch=ticket.session_epoch,
-        preemptible=request.limits.preemptible,
-        waited_ms=waited_s * 1000,
-    )
+    message = request_to_proto(ticket.request)
+    message.handle = handle
+    message.generated_token_ids.extend(ticket.generated_token_ids)
+    message.traceparent = ticket.traceparent
+    message.session_epoch = ticket.session_epoch
+    message.waited_ms = waited_s * 1000
+    return message
 
 
 def load_from_proto(report: pb.LoadReport) -> Load:

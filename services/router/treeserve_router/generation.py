@@ -291,8 +291,8 @@ class Generation:
         if self._visible.stopped is not None:
             return FinishReason.STOP
         if self._output:
-            ignored = () if stopping.ignore_eos else self._parts.tokenizer.eos_token_ids
-            if self._output[-1] in (*stopping.stop_token_ids, *ignored):
+            eos_ids = () if stopping.ignore_eos else self._parts.tokenizer.eos_token_ids
+            if self._output[-1] in (*stopping.stop_token_ids, *eos_ids):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self._output) >= stopping.max_tokens else None
 

@@ -184,11 +184,16 @@ class Journal:
         room = min(_MAX_RECORD_BYTES, self._max_bytes - self._bytes)
         is_kept = self._link is not None and request.tenant != "" and _size(request) <= room
         page = JournalPage(key, self._draw_owner(), request, output, self._clock(), is_kept=is_kept)
-        if is_kept and request.is_taken_up and self._link is not None:
-            await self._link.ask(lambda _: self._claim(keys=[key], args=[page.owner, self._ttl_ms]))
-        if is_kept:
-            self._pages[page] = None
-            self._bytes += page.size
+        if not is_kept or self._link is None:
+            return page
+        self._bytes += page.size
+        if request.is_taken_up:
+            try:
+                await self._link.ask(lambda _: self._claim(keys=[key], args=[page.owner, self._ttl_ms]))
+            except BaseException:
+                self._bytes -= page.size
+                raise
+        self._pages[page] = None
         return page
 
     async def find(self, tenant: str, request_id: str) -> JournalEntry | None:

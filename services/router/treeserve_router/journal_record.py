@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from treeserve.verifier.v1 import verifier_pb2 as pb
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_router.admission import RouterRequest
-from treeserve_wire import codec
+from treeserve_router.request_codec import request_from_proto, request_to_proto
 
 _REQUEST = b"request"
 # One with a grammar. A router that knows none must not find it: it would run it without.
@@ -34,19 +34,7 @@ class JournalEntry:
 
 def request_fields(request: RouterRequest) -> dict[bytes, bytes]:
     """The fields of a new record."""
-    speculation, service_level = codec.limits_to_proto(request.limits)
-    message = pb.SubmitSequence(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=codec.sampling_to_proto(request.sampling),
-        stopping=codec.stopping_to_proto(request.stopping),
-        speculation=speculation,
-        service_level=service_level,
-        tenant=request.tenant,
-        session_id=request.session_id,
-        preemptible=request.limits.preemptible,
-    )
-    return {_CONSTRAINED if request.has_grammar else _REQUEST: message.SerializeToString()}
+    return {_CONSTRAINED if request.has_grammar else _REQUEST: request_to_proto(request).SerializeToString()}
 
 
 def output_fields(offset: int, token_ids: Sequence[int]) -> dict[bytes, bytes]:
@@ -58,7 +46,7 @@ def parse_record(fields: Mapping[bytes, bytes]) -> JournalEntry | None:
     """The entry of a record; None if there is none, or one that this version cannot read."""
     try:
         message = pb.SubmitSequence.FromString(fields.get(_CONSTRAINED) or fields[_REQUEST])
-        request = _request(message)
+        request = request_from_proto(message)
         pieces = {int(name): np.frombuffer(value, _TOKEN) for name, value in fields.items() if name.isdigit()}
     except (KeyError, ValueError, DecodeError, InvalidArgumentError):
         return None
@@ -68,17 +56,3 @@ def parse_record(fields: Mapping[bytes, bytes]) -> JournalEntry | None:
             break
         output += pieces[offset].tolist()
     return JournalEntry(request, tuple(output))
-
-
-def _request(message: pb.SubmitSequence) -> RouterRequest:
-    limits = codec.limits_from_proto(message.speculation, message.service_level)
-    return RouterRequest(
-        request_id=message.request_id,
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        generated_token_ids=(),
-        sampling=codec.sampling_from_proto(message.sampling),
-        stopping=codec.stopping_from_proto(message.stopping, max_tokens_default=0),
-        limits=replace(limits, preemptible=message.preemptible),
-        session_id=message.session_id,
-        tenant=message.tenant,
-    )

@@ -82,6 +82,7 @@ class RouterProcess:
         self._keyring = None if config.api_keys_file is None else Keyring(config.api_keys_file)
         door = FrontDoor(config.service_levels, config.tenant_header, self._keyring, metrics.rejected)
         self._pool = VerifierPool(_link_maker(config, tokenizer, tls))
+        self._peers = PeerWatch(config.verifiers)
         decisions = DecisionLog(clock, config.explain_requests, config.router_id)
         self._dispatcher = Dispatcher(
             queue, self._pool, config.verifier_wait_s, clock, policies=config.dispatch_policies, decisions=decisions
@@ -162,7 +163,7 @@ class RouterProcess:
         return [
             self._dispatcher.run(),
             self._report_health(),
-            PeerWatch(self._config.verifiers).run(self._pool.update),
+            self._peers.run(self._pool.update),
             *self._shared.background(),
             self._quotas.run(),
             self._load_watch.run(),

@@ -51,11 +51,12 @@ class SessionKey:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a session as it begins.
+    """A turn of a session.
 
     Attributes:
         epoch: its number, higher than that of any earlier turn at any router; 0 while nobody counts for all routers.
-        verifier_id: the verifier that ran the turn before; empty if unknown.
+        verifier_id: where its KV is: of a turn that begins, what ran the one before; of one that ended, what ran it.
+            Empty if unknown.
     """
 
     epoch: int = 0

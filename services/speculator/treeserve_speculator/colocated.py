@@ -24,6 +24,7 @@ from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import SourceSettings
+from treeserve_speculator.sources.registry import source_names
 
 
 class ColocatedDrafter:
@@ -140,8 +141,6 @@ def build(
 
 
 def _cheap(config: SpeculatorConfig, identity: ModelIdentity) -> tuple[str, ...]:
-    """The configured sources, with the cheap ones of those that were trained in place of `trained`."""
+    """The cheap ones of the configured sources."""
     settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, frozenset(identity.eos_token_ids))
-    held = settings.drafters.sources if TRAINED in config.sources and settings.drafters is not None else ()
-    named = [name for name in config.sources if name != TRAINED]
-    return (*named, *[name for name in held if name in CHEAP_SOURCES and name not in named])
+    return tuple(name for name in source_names(settings) if name in CHEAP_SOURCES)

@@ -34,7 +34,11 @@ class SpeculatorConfig:
     model_folder: Path = field(metadata=option("folder of the target model; only its tokenizer and config are read"))
     model_name: str = field(metadata=option("served model name, the same as the verifiers'"))
     verifiers: tuple[str, ...] = field(
-        default=("127.0.0.1:50052",), metadata=option("verifier addresses: host:port, unix:/path, or dns://name:port")
+        default=("127.0.0.1:50052",),
+        metadata=option(
+            "verifier addresses: host:port, unix:/path, dns://name:port for all addresses behind a name, or "
+            "kubernetes://namespace/service:port for the ready pods of a Service, watched through the Kubernetes API"
+        ),
     )
     listen: str = field(
         default="127.0.0.1:50053", metadata=option("gRPC address of the health service, host:port or unix:/path")

@@ -15,16 +15,10 @@ class Visit:
     Attributes:
         parent: the node.
         child: its child that carries the next committed token; None if none does.
-        depth: of its children; 1 below the root.
     """
 
     parent: int
     child: int | None
-    depth: int
-
-    def rank(self, tree: TokenTree) -> int | None:
-        """Place of the right child among its siblings in the source's order, from 0."""
-        return None if self.child is None else tree.children[self.parent].index(self.child)
 
 
 def visits(tree: TokenTree, new_tokens: Sequence[int]) -> list[Visit]:
@@ -34,11 +28,11 @@ def visits(tree: TokenTree, new_tokens: Sequence[int]) -> list[Visit]:
     """
     found: list[Visit] = []
     node = 0
-    for depth, token_id in enumerate(new_tokens, start=1):
+    for token_id in new_tokens:
         if not tree.children[node]:
             break
         child = tree.child(node, token_id)
-        found.append(Visit(node, child, depth))
+        found.append(Visit(node, child))
         if child is None:
             break
         node = child

@@ -109,6 +109,11 @@ class VerifierConfig:
     log_level: str = field(default="info", metadata=option("debug, info, warning or error"))
     otlp_endpoint: str | None = field(default=None, metadata=option("OpenTelemetry collector; empty is off"))
 
+    @property
+    def places(self) -> int:
+        """Sequences that run at once, on reserved places too."""
+        return self.max_sequences + self.reserved_sequences
+
     def __post_init__(self) -> None:
         check_dtype("dtype", self.dtype)
         check_dtype("kv_dtype", self.kv_dtype)
@@ -117,7 +122,7 @@ class VerifierConfig:
         )
         check_at_least(self, 1, "max_depth")
         check_at_least(self, 0, "max_nodes", "max_waiting", "kv_host_mb", "kv_disk_mb", "reserved_sequences")
-        if self.step_rows <= self.max_sequences + self.reserved_sequences:
+        if self.step_rows <= self.places:
             raise InvalidArgumentError("step_rows", "must exceed all places: every sequence needs its root row")
         for name in ("max_decode_gap_ms", "ageing_s"):
             if not getattr(self, name) > 0:

@@ -10,6 +10,8 @@ _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
 MOST_MEASURED_CONTEXT = 1024
 _CONTEXT_ROWS = 16
+_FURTHER_ROWS = (96, 128, 192, 256)  # where rows are still cheap at MOST_MEASURED_ROWS, as on a GPU
+_CHEAP = 0.5  # of what they would cost in proportion
 _ENOUGH_MS = 40.0  # timing one count of rows
 _TURNS = 2, 4  # at least, at most
 _SMOOTHING = 0.1
@@ -24,9 +26,9 @@ _LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be correc
 class CostModel:
     """Milliseconds of a step: a staircase in its rows with logits, and a straight line in its prefill rows.
 
-    Rows are computed in tiles, so a step costs what the next measured count of rows costs; beyond the table the last
-    slope goes on. Stairs never fall, because more rows never cost less. A prefill row costs `prefill_row_ms`, and
-    `attend_ms` more for every KV position that it attends to.
+    Rows are computed in tiles, so a step costs what the next measured count of rows costs; beyond the table it grows in
+    proportion to the rows. Stairs never fall, because more rows never cost less. A prefill row costs `prefill_row_ms`,
+    and `attend_ms` more for every KV position that it attends to.
 
     An observed step pulls its stair, and all others half as much: most of what changes (a busy neighbour, a longer
     context) slows every step alike. A step with prefill rows pulls their price instead. A stair that was timed at
@@ -36,7 +38,7 @@ class CostModel:
 
     Args:
         table: milliseconds by rows.
-        prefill_row_ms: None for the table's last slope.
+        prefill_row_ms: None for what a row of the largest stair costs.
     """
 
     def __init__(self, table: Mapping[int, float], prefill_row_ms: float | None = None, attend_ms: float = 0.0) -> None:
@@ -57,8 +59,9 @@ class CostModel:
         time_ms: Callable[[int], float],
         time_prefill_ms: Callable[[int, int], float] | None = None,
         most_context: int = 0,
+        most_rows: int = MOST_MEASURED_ROWS,
     ) -> CostModel:
-        """Build the table from `time_ms(rows)`, for each entry of _MEASURED_ROWS.
+        """Build the table from `time_ms(rows)`, for each entry of _MEASURED_ROWS and further ones while rows are cheap.
 
         Other processes start at the same time, and passes become slower and faster with what these do. So a stair is
         timed beside a pass of one row, two to four times, a short one more often, and the ratio in the middle counts.
@@ -67,6 +70,7 @@ class CostModel:
         Args:
             time_prefill_ms: duration of a pass of so many rows, without logits, after so many KV positions.
             most_context: positions that it may be asked for; 0 leaves the cost of context to what is observed.
+            most_rows: rows of a step.
         """
         time_ms(MOST_MEASURED_ROWS)  # the first pass pays for allocations
         ones: list[float] = []
@@ -80,7 +84,13 @@ class CostModel:
                     taken[rows] += ms
                     ratios[rows].append(ms / ones[-1])
         middle = {rows: statistics.median_low(each) for rows, each in ratios.items()}
-        table = {rows: min(ones) * min(middle[more] for more in middle if more >= rows) for rows in _MEASURED_ROWS}
+        for rows in _FURTHER_ROWS:
+            (before, less), (last, more) = list(middle.items())[-2:]
+            if rows > most_rows or more / less - 1.0 > _CHEAP * (last / before - 1.0):
+                break
+            time_ms(rows)
+            middle[rows] = min(time_ms(rows) / time_ms(1) for _ in range(_TURNS[0]))
+        table = {rows: min(ones) * min(middle[more] for more in middle if more >= rows) for rows in middle}
         cost = cls._timed(table, time_prefill_ms, most_context)
         cost._first_weight = _TIMED
         cost._weights = [_TIMED] * len(table)
@@ -111,7 +121,10 @@ class CostModel:
         return dict(zip(self._rows, self._ms, strict=True))
 
     def is_proved(self, rows: int) -> bool:
-        """Whether the expected duration of a step with so many rows with logits is what such steps took lately."""
+        """Whether the expected duration of a step with so many rows with logits is what such steps took lately.
+
+        Beyond the table nothing is observed, and what it says is taken for granted.
+        """
         stair = bisect.bisect_left(self._rows, rows)
         return stair >= len(self._rows) or self._weights[stair] <= _PROVED
 

@@ -24,6 +24,7 @@ from treeserve_wire import codec
 from treeserve_wire.credits import Credits
 from treeserve_wire.server import ServicerContext, write_all
 from treeserve_wire.status import to_status
+from treeserve_wire.tasks import until_first_ends
 
 _log = structlog.get_logger(__name__)
 
@@ -148,7 +149,11 @@ class DecodeStream:
             self._emit(handle, Emission(first, (), finish_reason=complete.finish_reason), first)
             self.flush()
             return
-        self._loop.submit(sequence)
+        try:
+            self._loop.submit(sequence)
+        except Exception:
+            sequence.span.end()
+            raise
         self._sequences[handle] = sequence
 
     def _refuse(self, handle: int, error: Exception, first_offset: int) -> None:
@@ -218,16 +223,17 @@ class DecodeHandler:
         await context.write(self._welcome())
         self._streams.add(stream)
         self._report(self._loop.load())
-        writer = asyncio.create_task(write_all(context, stream.frames()))
         _log.info("router connected", router=stream.router_id)
         try:
-            async for request in requests:
-                self._take(stream, request)
+            await until_first_ends(self._read(stream, requests), write_all(context, stream.frames()))
         finally:
-            writer.cancel()
             self._streams.discard(stream)
             stream.close()
             _log.info("router disconnected", router=stream.router_id)
+
+    async def _read(self, stream: DecodeStream, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
+        async for request in requests:
+            self._take(stream, request)
 
     def update(self) -> None:
         """Send all routers their tokens, and what this verifier can still take if that changed."""
@@ -282,7 +288,7 @@ class DecodeHandler:
                 verifier_id=self._config.verifier_id,
                 model=codec.identity_to_proto(self._identity),
                 max_context_tokens=self._config.max_context_tokens,
-                max_sequences=self._config.max_sequences + self._config.reserved_sequences,
+                max_sequences=self._config.places,
                 dtype=self._config.dtype,
                 acceptance_rules=[codec.acceptance_rule_to_proto(rule) for rule in AcceptanceRule],
                 block_size=self._config.block_size,

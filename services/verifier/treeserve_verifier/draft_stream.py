@@ -24,6 +24,7 @@ from treeserve_wire.channel import MAX_MESSAGE_BYTES
 from treeserve_wire.credits import Credits, CreditWindow
 from treeserve_wire.server import ServicerContext, write_all
 from treeserve_wire.status import to_status
+from treeserve_wire.tasks import until_first_ends
 
 _log = structlog.get_logger(__name__)
 
@@ -138,7 +139,7 @@ class DraftHandler:
         self._loop = loop
         self._metrics = metrics
         # Twice as many as can be held: a tree may come for a sequence that has ended.
-        self._max_proposals = 2 * (config.max_sequences + config.max_waiting)
+        self._max_proposals = 2 * (config.places + config.max_waiting)
 
     async def serve(self, requests: AsyncIterator[verifier_pb2.DraftRequest], context: ServicerContext) -> None:
         """One stream, from hello to end.
@@ -164,7 +165,6 @@ class DraftHandler:
             hello.wants_top_tokens,
             wants_features if hello.HasField("wants_features") else None,
         )
-        writer = asyncio.create_task(write_all(context, stream.frames()))
         rules = codec.known_acceptance_rules(hello.acceptance_rules)
         _log.info(
             "speculator connected",
@@ -173,22 +173,26 @@ class DraftHandler:
             acceptance_rules=sorted(rule.label for rule in rules),
             gets_features=speculator.wants_features,
         )
-        window = CreditWindow(_PROPOSAL_WINDOW)
         try:
-            async for request in requests:
-                kind = request.WhichOneof("frame")
-                if kind == "credit":
-                    stream.grant(request.credit.frames)
-                elif kind == "proposals":
-                    self._take_proposals(stream, speculator, request.proposals)
-                    if frames := window.consume():
-                        stream.send_free(verifier_pb2.DraftResponse(credit=verifier_pb2.Credit(frames=frames)))
-                else:
-                    raise InvalidArgumentError("frame", f"{kind or 'an empty frame'} is not expected here")
+            await until_first_ends(self._read(stream, speculator, requests), write_all(context, stream.frames()))
         finally:
-            writer.cancel()
             self._loop.detach(speculator)
             _log.info("speculator disconnected", speculator=speculator.name)
+
+    async def _read(
+        self, stream: DraftStream, speculator: Speculator, requests: AsyncIterator[verifier_pb2.DraftRequest]
+    ) -> None:
+        window = CreditWindow(_PROPOSAL_WINDOW)
+        async for request in requests:
+            kind = request.WhichOneof("frame")
+            if kind == "credit":
+                stream.grant(request.credit.frames)
+            elif kind == "proposals":
+                self._take_proposals(stream, speculator, request.proposals)
+                if frames := window.consume():
+                    stream.send_free(verifier_pb2.DraftResponse(credit=verifier_pb2.Credit(frames=frames)))
+            else:
+                raise InvalidArgumentError("frame", f"{kind or 'an empty frame'} is not expected here")
 
     def _take_proposals(self, stream: DraftStream, speculator: Speculator, proposals: verifier_pb2.Proposals) -> None:
         """Take each tree; refuse malformed, late and unknown ones, each for itself."""

@@ -77,9 +77,9 @@ class ExecutedStep:
     forward_ms: float
 
     @property
-    def rows(self) -> int:
-        """Rows of its forward pass."""
-        return sum(result.planned.rows for result in self.results)
+    def plan(self) -> StepPlan:
+        """What it ran."""
+        return StepPlan(tuple([result.planned for result in self.results]))
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,7 @@ class StepExecutor:
         except Exception as error:
             self._runner.rollback(sequence.seq_id)
             return StepResult(planned, error=error)
-        # KV never covers the last committed token, drafted or not: what can be reused later does not depend on it.
-        path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
-        kept = range(planned.chunk) if planned.chunk > 1 else path
+        kept = range(planned.chunk) if planned.chunk > 1 else outcome.walked_nodes
         features = self._features(planned, computed, kept)
         self._runner.commit(sequence.seq_id, kept)
         return StepResult(planned, outcome, top_token_ids, features=features)
@@ -248,8 +246,7 @@ class StepExecutor:
         outcome = accept(tree, lambda node: logits[node], sequence.sampler, sequence.stops_at, acceptance)
         if not wants_top_tokens:
             return outcome, ()
-        path = (0, *outcome.accepted_nodes)[: len(outcome.token_ids)]
-        top_tokens = tuple([TopTokens(logits[node][: self._vocab_size]) for node in path])
+        top_tokens = tuple([TopTokens(logits[node][: self._vocab_size]) for node in outcome.walked_nodes])
         self._unfound += top_tokens
         return outcome, top_tokens
 

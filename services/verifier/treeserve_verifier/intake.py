@@ -10,7 +10,7 @@ from opentelemetry import trace
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.grammar import Grammar
-from treeserve_core.identity import ModelIdentity, check_tenant
+from treeserve_core.identity import MAX_SESSION_CHARS, ModelIdentity, check_tenant
 from treeserve_core.outcome import FinishReason, SpeculationStats
 from treeserve_core.sampling import check_combination, check_token_ids
 from treeserve_engine.accept import SequenceSampler
@@ -22,8 +22,6 @@ from treeserve_verifier.grammars import Grammars
 from treeserve_verifier.sequence import Emission, Sequence, Submission
 from treeserve_verifier.session_fence import SessionFence
 from treeserve_wire.telemetry import context_from
-
-_MOST_SESSION_CHARACTERS = 128
 
 
 class CompleteError(Exception):
@@ -140,8 +138,8 @@ class Intake:
         for name in ("prompt_token_ids", "generated_token_ids"):
             check_token_ids(name, getattr(submission, name), self._identity.vocab_size)
         check_tenant(submission.tenant)
-        if len(submission.session_id) > _MOST_SESSION_CHARACTERS:
-            raise InvalidArgumentError("session_id", f"has more than {_MOST_SESSION_CHARACTERS} characters")
+        if len(submission.session_id) > MAX_SESSION_CHARS:
+            raise InvalidArgumentError("session_id", f"has more than {MAX_SESSION_CHARS} characters")
         if not (math.isfinite(submission.waited_ms) and submission.waited_ms >= 0):
             raise InvalidArgumentError("waited_ms", "must be a number of milliseconds")
         submission.sampling.check_vocab(self._identity.vocab_size)

@@ -200,7 +200,7 @@ class VerifyLoop:
         return PlainRun(steps, may_go_on)
 
     def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
-        plan = StepPlan(tuple(result.planned for result in step.results))
+        plan = step.plan
         if step.forward_ms:  # it did not fail
             self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
             self._speed.observe(plan.prefill_rows, step_ms)

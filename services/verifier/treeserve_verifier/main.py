@@ -103,6 +103,7 @@ def _load(config: VerifierConfig, thread: ThreadPoolExecutor) -> Engine:
         functools.partial(forward_ms, runner),
         functools.partial(prefill_ms, runner),
         most_context=min(MOST_MEASURED_CONTEXT, room - MOST_MEASURED_ROWS),
+        most_rows=min(config.step_rows, room),
     )
     divergence = measure_divergence(model)
     if not math.isfinite(divergence):
@@ -170,7 +171,7 @@ class Verifier:
         self._desk = DraftDesk(
             clock,
             config.draft_wait_ms / 1e3,
-            lambda s: planner.draft_budget(s, len(self._scheduler)),
+            lambda s: planner.draft_budget(s, len(self._scheduler.running)),
             lambda: planner.prices(len(self._scheduler.running)),
             executor.feature_shape,
         )

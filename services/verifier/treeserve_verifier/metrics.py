@@ -109,10 +109,9 @@ class VerifierMetrics:
         Args:
             source_names: names of the draft sources in a node's mask.
         """
-        planned = [result.planned for result in step.results]
         self.step_duration.observe(step.forward_ms / 1e3)
-        self.step_rows.observe(sum(p.rows for p in planned))
-        self.prefill_tokens.inc(sum(p.chunk - (p.tree is not None) for p in planned))
+        self.step_rows.observe(step.plan.rows)
+        self.prefill_tokens.inc(step.plan.prefill_rows)
         for result in step.results:
             if result.outcome is not None and result.planned.tree is not None:
                 rule = result.planned.sequence.submission.limits.acceptance.rule

@@ -28,7 +28,10 @@ tls:
 {{- if and (eq $role "router") $values.auth.keysSecretName }}
 api_keys_file: /etc/treeserve-api-keys/keys.yaml
 {{- end }}
-{{- if ne $role "verifier" }}
+{{- if and (ne $role "verifier") (eq $values.discovery "kubernetes") }}
+# Every ready pod behind the headless Service, known as soon as the Kubernetes API knows it.
+verifiers: ["kubernetes://{{ $root.Release.Namespace }}/{{ include "treeserve.fullname" $root }}-verifier:{{ $roles.verifier.ports.grpc }}"]
+{{- else if ne $role "verifier" }}
 # Every address behind the headless Service, looked up again from time to time.
 verifiers: ["dns://{{ include "treeserve.fullname" $root }}-verifier.{{ $root.Release.Namespace }}.svc:{{ $roles.verifier.ports.grpc }}"]
 {{- else if $values.verifier.gpu.count }}

@@ -56,13 +56,19 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{ printf "%s:%s" (index $root.Values.image (index . 1)) ($root.Values.image.tag | default $root.Chart.AppVersion) | quote }}
 {{- end }}
 
-{{/* Pod fields of the restricted security standard, and what keeps pods independent of their surroundings. */}}
+{{/* Not empty if the pods of a role ask the Kubernetes API where verifiers are: list (root, role). */}}
+{{- define "treeserve.asksApi" -}}
+{{- if and (eq (index . 0).Values.discovery "kubernetes") (has (index . 1) (list "router" "speculator")) }}{{ index . 1 }}{{ end }}
+{{- end }}
+
+{{/* Pod fields of the restricted security standard, and what keeps pods independent of their surroundings: list (root,
+role). */}}
 {{- define "treeserve.podDefaults" -}}
-serviceAccountName: {{ include "treeserve.fullname" . }}
-automountServiceAccountToken: false
+serviceAccountName: {{ include "treeserve.fullname" (index . 0) }}
+automountServiceAccountToken: {{ include "treeserve.asksApi" . | empty | not }}
 # Variables of a Service called treeserve-... would read as settings: TREESERVE_ROUTER_PORT=tcp://...
 enableServiceLinks: false
-{{- with .Values.image.pullSecrets }}
+{{- with (index . 0).Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
   - name: {{ . | quote }}

@@ -50,7 +50,6 @@ class HeadSource(LevelSource):
         super().__init__(runner, limits, eos, vocabulary=file.token_ids, name=HEAD)
         self._file = file
         self._embedding = embedding
-        self._max_position = limits.max_position
         self._hidden: dict[int, dict[int, Float32Array]] = {}  # by sequence: of the nodes expanded so far
 
     @property
@@ -73,7 +72,7 @@ class HeadSource(LevelSource):
             return None
         self._keep_accepted(state, cached)
         next_row = cached.cut + self._runner.blocks.computed_len(cached.seq_id)
-        if next_row < features.start or len(state.tokens) - cached.cut >= self._max_position:
+        if next_row < features.start or len(state.tokens) - cached.cut >= self._limits.max_position:
             self._forget(cached)  # features in between were lost, or the window is full: begin with what is there
         if self._runner.blocks.computed_len(cached.seq_id) == 0:
             cached.cut = features.start

@@ -44,7 +44,7 @@ class IsolatedSource:
 
     - A tree that comes late is dropped. A source that is often late rests: 2, 4, 8 .. budgets, at most 1 s.
     - A sequence on which it raises or answers what is no tree is closed for it, as for any source.
-    - A source that hangs gets a new thread and a new instance, `max_hangs` times; then it is switched off.
+    - A source that hangs gets a new thread and a new instance; the `max_hangs`-th time it is switched off.
 
     It sees copies of the sequences, so it can change none.
 

@@ -41,14 +41,14 @@ def build_sources(settings: SourceSettings, metrics: SpeculatorMetrics | None = 
         InvalidArgumentError: for a name that leads to no source, or two sources of one name.
     """
     metrics = metrics or SpeculatorMetrics(CollectorRegistry())
-    sources = tuple(_build(name, settings, metrics) for name in _names(settings))
+    sources = tuple(_build(name, settings, metrics) for name in source_names(settings))
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise InvalidArgumentError("sources", f"two of them call themselves the same: {', '.join(names)}")
     return sources
 
 
-def _names(settings: SourceSettings) -> list[str]:
+def source_names(settings: SourceSettings) -> list[str]:
     """The configured names; those of all trained drafters that are not named in place of `trained`."""
     names = settings.config.source_names
     held = [] if settings.drafters is None else settings.drafters.sources
