@@ -234,6 +234,7 @@ class Generation:
             usage=Usage(msg.usage.prompt_tokens, msg.usage.completion_tokens, msg.usage.cached_tokens),
             speculation=SpeculationStats.from_proto(msg.speculation),
             timing=self._timing(),
+            request_id=self.started.request_id if self.started is not None else "",
         )
 
     def _timing(self) -> Timing:

@@ -120,7 +120,7 @@ def build_request(params: GenerateParams) -> inference_pb2.GenerateRequest:
             ),
         )
     except ValueError as error:  # from protobuf: a number outside its field's type
-        raise InvalidArgument(str(error)) from error
+        raise InvalidArgument.of(_out_of_range(given), str(error)) from error
 
 
 def _input(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +128,38 @@ def _input(given: Mapping[str, Any]) -> dict[str, Any]:
     if len(inputs) != 1:
         raise InvalidArgument.of("input", f"exactly one of prompt, messages and token_ids is needed, not {len(inputs)}")
     if "messages" in given:
-        messages = [inference_pb2.ChatMessage(**message) for message in given["messages"]]
+        messages = [_message(f"messages[{i}]", message) for i, message in enumerate(given["messages"])]
         return {"chat": inference_pb2.ChatInput(messages=messages)}
     if "token_ids" in given:
         return {"tokens": inference_pb2.TokenInput(token_ids=given["token_ids"])}
     return {"prompt": given["prompt"]}
+
+
+def _message(place: str, message: Mapping[str, str]) -> inference_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{place}: a role and a content are expected, not {message!r}")
+    for name in ("role", "content"):
+        if message.get(name) is None:
+            raise InvalidArgument.of(f"{place}.{name}", "is missing")
+    return inference_pb2.ChatMessage(**message)
+
+
+def _out_of_range(given: Mapping[str, Any]) -> str:
+    """The first parameter whose number its field cannot hold."""
+    groups = (
+        common_pb2.SamplingParameters,
+        common_pb2.StoppingCriteria,
+        common_pb2.SpeculationOptions,
+        common_pb2.ServiceLevel,
+        inference_pb2.TokenInput,
+    )
+    for group in groups:
+        for name, value in _fields_of(group, given).items():
+            try:
+                group(**{name: value})
+            except (TypeError, ValueError):
+                return name
+    return "input"
 
 
 def _grammar(given: Mapping[str, Any]) -> common_pb2.Grammar | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from treeserve_client.errors import InvalidArgument
+
 _Channel = TypeVar("_Channel")
 _Stub = TypeVar("_Stub")
 
@@ -18,7 +20,7 @@ class Routers(Generic[_Channel, _Stub]):
         addresses: one or more, separated by commas.
 
     Raises:
-        ValueError: if there is none.
+        InvalidArgument: if there is none.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class Routers(Generic[_Channel, _Stub]):
     ) -> None:
         names = [name for part in addresses.split(",") if (name := part.strip())]
         if not names:
-            raise ValueError("no router's address")
+            raise InvalidArgument.of("address", "names no router")
         self.channels = tuple(connect(name) for name in names)
         self._stubs = tuple(make_stub(channel) for channel in self.channels)
         self._current = 0

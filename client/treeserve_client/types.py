@@ -121,7 +121,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished generation. `stop_string` is the one that ended it, if one did."""
+    """A finished generation. `stop_string` is the one that ended it, if one did; `request_id` is for `explain`."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -131,6 +131,7 @@ class Completion:
     usage: Usage
     speculation: SpeculationStats
     timing: Timing
+    request_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ async def test_listing_models_turns_to_the_next_router(routers: tuple[FakeRouter
 
 
 def test_an_empty_list_of_addresses_is_refused() -> None:
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(sdk.InvalidArgument, match="address"):
         sdk.Client(" , ")
 
 

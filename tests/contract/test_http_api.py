@@ -211,6 +211,14 @@ async def test_defaults_are_openais(http: httpx.AsyncClient, verifier: FakeVerif
         ("/v1/chat/completions", chat(max_completion_tokens=3), "max_tokens"),
         ("/v1/chat/completions", chat(messages=[]), "messages"),
         ("/v1/chat/completions", chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
+        ("/v1/chat/completions", chat(messages=[{"role": "user"}]), "messages[0].content"),
+        (
+            "/v1/chat/completions",
+            chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+            "messages[0].content[0].type",
+        ),
+        ("/v1/completions", completion(speculation={"acceptance": "bogus"}), "speculation.acceptance"),
+        ("/v1/completions", completion(speculation={"acceptance": "typical", "typical_epsilon": 2}), "speculation."),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(

@@ -142,7 +142,10 @@ class FakeKubernetes:
                 events = [] if expired else [event for event in self._events if event[0] > known]
                 known = self._version
             for _, kind, what in events:
-                if kind == "BOOKMARK" or _asked_for(what, path, query):
+                wanted = (
+                    query.get("allowWatchBookmarks") == "true" if kind == "BOOKMARK" else _asked_for(what, path, query)
+                )
+                if wanted:
                     _send_chunk(handler, {"type": kind, "object": what})
             if expired:
                 gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import os
 import ssl
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from kubernetes.config import incluster_config, kube_config
 from structlog.testing import capture_logs
 from support.certificates import Authority
 from support.fake_kubernetes import FakeKubernetes, endpoint
+from support.tokenizer_folders import byte_level_bpe, write_folder
 from support.waiting import until
 
 from treeserve_core.errors import InvalidArgumentError
@@ -227,6 +229,17 @@ async def test_a_connection_that_died_in_silence_is_noticed(
     assert any("timed out" in log.get("error", "") for log in logs)
 
 
+async def test_a_list_that_hangs_is_given_up_and_not_repeated_without_a_pause(
+    api: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_watch, "_SLACK_S", 0.2)
+    monkeypatch.setattr(endpoint_watch, "_BACKOFF", Backoff(5.0, 5.0))
+    with capture_logs() as logs, api._changed:  # held, so that no list is answered
+        async with following():
+            await until(lambda: any("timed out" in log.get("error", "") for log in logs))
+    assert api.lists == [""]
+
+
 async def test_the_last_peers_stay_while_the_api_is_down(api: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_watch, "_BACKOFF", Backoff(0.05, 0.2))
     api.put("a", [endpoint("10.0.0.1")])
@@ -302,7 +315,7 @@ def test_neither_the_event_loop_nor_the_end_of_the_process_waits_for_an_api_that
     api: FakeKubernetes, kubeconfig: Path
 ) -> None:
     api.put("a", [endpoint("10.0.0.1")])
-    environ = {"KUBECONFIG": str(kubeconfig), "NO_PROXY": "127.0.0.1"}
+    environ = os.environ | {"KUBECONFIG": str(kubeconfig)}
     with api._changed:  # held, so that no list is answered
         process = subprocess.Popen(
             [sys.executable, "-c", _HUNG, ADDRESS], stdout=subprocess.PIPE, text=True, env=environ
@@ -386,15 +399,17 @@ async def test_in_a_pod_the_service_account_is_used_and_its_token_followed(
 
 
 @pytest.mark.parametrize("role", ["router", "speculator"])
-def test_a_service_that_cannot_watch_says_so_and_exits(role: str, tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ["--model-folder", tiny_model, "--model-name", "tiny", "--verifiers", ADDRESS]
+def test_a_service_that_cannot_watch_says_so_and_exits(role: str, kubeconfig: Path, tmp_path: Path) -> None:
+    folder = write_folder(byte_level_bpe(), tmp_path / "model")
+    (folder / "config.json").write_text('{"vocab_size": 310}')
+    arguments = ["--model-folder", folder, "--model-name", "tiny", "--verifiers", ADDRESS]
     listen = ["--listen", f"unix:{tmp_path}/socket", *(["--http-listen", ""] if role == "router" else [])]
     done = subprocess.run(
         [sys.executable, "-m", f"treeserve_{role}", *map(str, arguments), *listen],
         capture_output=True,
         text=True,
         timeout=60,
-        env={"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)},
+        env=os.environ | {"KUBECONFIG": str(kubeconfig)},
     )
     assert done.returncode == 1
     assert f"treeserve_{role}: verifiers: kubernetes:// needs a pod" in done.stderr

@@ -42,6 +42,16 @@ def test_decisions_come_in_order_and_repeats_are_counted(clock: Clock) -> None:
     ]
 
 
+@pytest.mark.parametrize("prefix", ["cmpl-", "chatcmpl-"])
+def test_the_id_of_an_http_answer_names_its_request(clock: Clock, prefix: str) -> None:
+    log, request = DecisionLog(clock, 10), ticket().request
+    log.note(request, DecisionKind.QUEUED)
+    assert log.explain(prefix + request.request_id, "").request_id == request.request_id
+    own = replace(request, request_id=prefix + request.request_id)  # a client may choose it
+    log.note(own, DecisionKind.REFUSED)
+    assert log.explain(own.request_id, "").decisions[0].kind is DecisionKind.REFUSED
+
+
 def test_memory_is_bounded_in_requests_and_in_decisions(clock: Clock) -> None:
     log, requests = DecisionLog(clock, 2), [ticket().request for _ in range(3)]
     for request in requests:

@@ -91,6 +91,8 @@ class EndpointWatch:
                 while not stopped.is_set():
                     version = self._watch(slices, version, tell)
             except Exception as error:  # of many kinds, and the next list may work
+                if stopped.is_set():
+                    return
                 failures = 1 if time.monotonic() - began > _BACKOFF.longest_s else failures + 1
                 _log.warning("service not watched", address=self._address, error=self._explained(error))
                 stopped.wait(_BACKOFF.wait_s(failures, rng))

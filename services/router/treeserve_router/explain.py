@@ -10,6 +10,7 @@ from enum import StrEnum
 from treeserve_core.errors import NotFoundError, PermissionDeniedError
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.admission import RouterRequest
+from treeserve_router.answer_ids import request_id_of
 from treeserve_router.placement import Score
 
 _MAX_DECISIONS = 64
@@ -121,6 +122,7 @@ class DecisionLog:
         """What was decided about a request, as it was told by this router alone.
 
         Args:
+            request_id: the request's, or that of its HTTP answer.
             tenant: label of whom asks; others' requests are as unknown as those that never were. None if nobody is
                 known.
 
@@ -130,7 +132,10 @@ class DecisionLog:
         """
         if not self.is_on:
             raise PermissionDeniedError("this router explains nothing: explain_requests is 0")
-        record = None if tenant is None else self._records.get((tenant, request_id))
+        record = None
+        if tenant is not None and (record := self._records.get((tenant, request_id))) is None:
+            request_id = request_id_of(request_id)
+            record = self._records.get((tenant, request_id))
         if record is None:
             raise NotFoundError(f"this router knows nothing of request {request_id!r}; another may have run it")
         return Explanation(

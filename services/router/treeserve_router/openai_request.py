@@ -6,7 +6,8 @@ Whatever is not listed here is refused by name: a parameter that is silently ign
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -93,7 +94,7 @@ class GenerationOptions(Strict):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise _invalid_argument(error.errors()[0]) from None
+            raise _invalid_argument(error) from None
 
     def _sampling(self, top_log_probs: int | None) -> SamplingParams:
         return SamplingParams(
@@ -246,11 +247,22 @@ class ChatCompletionRequest(GenerationOptions):
         return self.response_format.param if self.structured_outputs is None else super()._grammar_param
 
 
-def _invalid_argument(first: Any) -> InvalidArgumentError:
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return InvalidArgumentError(name, "is not supported")
-    return InvalidArgumentError(name, first["msg"])
+def _invalid_argument(error: ValidationError) -> InvalidArgumentError:
+    """The first fault; of a value that may be of several types, what is wrong by the one that got furthest."""
+    fault = max(error.errors(), key=lambda each: len(each["loc"]))
+    reason = "is not supported" if fault["type"] == "extra_forbidden" else fault["msg"]
+    return InvalidArgumentError(_place(fault["loc"]), reason)
+
+
+def _place(parts: Iterable[int | str]) -> str:
+    """As `messages[0].content`. Of several types that a value may be of, pydantic names the one it tried."""
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part != "str" and "[" not in part:
+            text += f".{part}" if text else part
+    return text
 
 
 def _bias_id(text: str) -> int:

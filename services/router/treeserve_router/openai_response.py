@@ -17,6 +17,7 @@ from treeserve_core.errors import (
     UnavailableError,
 )
 from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
+from treeserve_router import answer_ids
 from treeserve_router.generation import Finished
 from treeserve_router.visible_output import TokenChunk
 from treeserve_text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from treeserve_text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 # Messages of the gRPC API whose fields are parameters of their own here.
-_GROUPS = ("sampling", "stopping", "speculation", "service_level", "chat", "tokens")
+_GROUPS = ("sampling", "stopping", "service_level", "chat", "tokens")
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "cancelled"}
 
 
@@ -63,7 +64,7 @@ class CompletionFormat:
     def __init__(self, head: Head, tokenizer: Tokenizer, with_log_probs: bool) -> None:
         self._tokenizer = tokenizer
         self._with_log_probs = with_log_probs
-        self._base = {"id": f"cmpl-{head.request_id}", "object": "text_completion", **_common(head)}
+        self._base = {"id": answer_ids.COMPLETION + head.request_id, "object": "text_completion", **_common(head)}
         self._seed = head.seed
         self._text_offset = 0
 
@@ -120,7 +121,7 @@ class ChatFormat:
     def __init__(self, head: Head, tokenizer: Tokenizer, with_log_probs: bool) -> None:
         self._tokenizer = tokenizer
         self._with_log_probs = with_log_probs
-        self._id = f"chatcmpl-{head.request_id}"
+        self._id = answer_ids.CHAT + head.request_id
         self._common = _common(head)
         self._seed = head.seed
 
