@@ -18,6 +18,7 @@ from treeserve_cli.layout import ROLES, ClusterConfig, Layout, process_specs
 from treeserve_cli.supervisor import Child, RestartPolicy, Supervisor
 from treeserve_client import TLS, Client, TreeserveClientError, Unauthenticated
 from treeserve_engine.checkpoint import prepare_checkpoint
+from treeserve_wire.tls import Tls
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
@@ -80,36 +81,38 @@ class LocalCluster:
 
         Raises:
             ClusterError: if a port is taken, a process exits or time runs out. Nothing is left running then.
-            InvalidArgumentError: if the model cannot be served.
+            InvalidArgumentError: if the model cannot be served, or a file of `tls` not be used.
         """
         # Whoever has the port, another cluster perhaps, would be taken for this one's router.
         _check_free(*self.grpc_addresses, *self.http_addresses)
+        Tls.of(self.config.tls)
         layout = Layout(self.run_dir, self._prepare_model(), self.grpc_addresses, self.http_addresses)
-        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._report(f"logs in {self.run_dir}")
-        policy = RestartPolicy(enabled=not self.config.no_restart)
-        self._supervisor = Supervisor(process_specs(self.config, layout), policy, self._report)
+        # A process that exits during the start ends it.
+        self._supervisor = Supervisor(process_specs(self.config, layout), RestartPolicy(enabled=False), self._report)
         try:
+            self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._report(f"logs in {self.run_dir}")
             self._supervisor.start()
             self._wait_ready(self._supervisor.children)
-        except BaseException:
-            self._supervisor.stop()
+        except Exception:
+            self._supervisor.stop()  # the logs stay: they say more
             raise
+        except BaseException:
+            self.stop()
+            raise
+        self._supervisor.policy = RestartPolicy(enabled=not self.config.no_restart)
 
     def stop(self) -> None:
         """Stop routers, speculators, verifiers and Valkey in this order; returns when none is left."""
         if self._supervisor is None:
             return
-        self._supervisor.stop()
-        if self.config.run_dir is None and all(child.exit_code is None for child in self._supervisor.children):
-            shutil.rmtree(self.run_dir, ignore_errors=True)
+        try:
+            self._supervisor.stop()
+        finally:  # whoever interrupts this wants to be gone, and the children go with this process
+            if self.config.run_dir is None and all(child.exit_code is None for child in self._supervisor.children):
+                shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _prepare_model(self) -> Path:
-        if self.config.model is None and not self.config.model_source.exists():
-            raise ClusterError(
-                f"no default model at {self.config.model_source}: `make setup` fetches it into the folder that "
-                "TREESERVE_CACHE names; or name a model with --model"
-            )
         return prepare_checkpoint(self.config.model_source, self.config.cache_dir, self._report)
 
     def _wait_ready(self, children: tuple[Child, ...]) -> None:

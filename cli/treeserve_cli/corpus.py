@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,6 @@ import typer
 
 from treeserve_cli.layout import ClusterConfig
 from treeserve_core.errors import TreeserveError
-from treeserve_engine.made_once import default_cache_dir
 
 app = typer.Typer(help="Texts to draft from.", no_args_is_help=True)
 
@@ -40,8 +38,7 @@ def build(
     def tell(message: object) -> None:
         print(f"treeserve: {message}", file=sys.stderr, flush=True)
 
-    cache_dir = Path(os.environ.get("TREESERVE_CACHE", default_cache_dir()))
-    config = ClusterConfig(model=model, cache_dir=cache_dir)
+    config = ClusterConfig(model=model)
     try:
         folder = prepare_checkpoint(config.model_source, config.cache_dir, tell)
         summary = build_corpus(inputs, Tokenizer.from_folder(folder), out, tell)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
 
+from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client, Completion
+from treeserve_wire.config import option
 
 MAX_TOKENS = 96
 
@@ -23,6 +25,14 @@ PROMPTS = {
     "code": "Write a Python class Stack with the methods push, pop, peek and is_empty.",
     "list": "List the months of the year, each with its number of days.",
 }
+
+
+@dataclass(frozen=True)
+class DemoConfig(ClusterConfig):
+    """Start a cluster, stream an answer, and measure speculation against plain decoding."""
+
+    grpc_port: int = field(default=0, metadata=option("gRPC port on loopback; 0 picks one"))
+    http_port: int = field(default=0, metadata=option("HTTP port on loopback; 0 picks one"))
 
 
 @dataclass(frozen=True)

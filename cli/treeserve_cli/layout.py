@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,23 @@ ROLES = ("valkey", "verifier", "speculator", "router")
 _EXPLAIN_REQUESTS = 1024
 # Time to end beyond draining: closing streams, freeing memory.
 _STOP_MARGIN_S = 5.0
+
+
+def default_cache() -> Path:
+    """Where models are kept: what TREESERVE_CACHE names, else a folder of the user's."""
+    return Path(os.environ.get("TREESERVE_CACHE") or default_cache_dir())
+
+
+def default_model(cache_dir: Path) -> Path:
+    """The model of a command that names none. Raises InvalidArgumentError if the cache lacks it."""
+    path = cache_dir / DEFAULT_MODEL
+    if not path.exists():
+        raise InvalidArgumentError(
+            "model",
+            f"no default model at {path}: `make setup` fetches it into the folder that TREESERVE_CACHE names; or name "
+            "a model with --model",
+        )
+    return path
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class ClusterConfig:
         metadata=option("what to ask routers with that want a key (router.api_keys_file; $TREESERVE_API_KEY)"),
     )
     cache_dir: Path = field(
-        default_factory=default_cache_dir,
+        default_factory=default_cache,
         metadata=option("where converted models are kept ($TREESERVE_CACHE)"),
     )
     run_dir: Path | None = field(
@@ -81,8 +99,13 @@ class ClusterConfig:
         check_at_least(self, 1, "routers", "verifiers", "threads", "kv_tokens")
         check_at_least(self, 0, "speculators")
         for name in ("grpc_port", "http_port"):
-            if not 0 <= getattr(self, name) < 2**16:
-                raise InvalidArgumentError(name, "is no port")
+            for port in (getattr(self, name), getattr(self, name) + self.routers - 1):
+                if not 0 <= port < 2**16:
+                    raise InvalidArgumentError(name, f"{port} is no port")
+        if self.grpc_port and self.http_port and abs(self.grpc_port - self.http_port) < self.routers:
+            raise InvalidArgumentError(
+                "http_port", "its ports and those of grpc_port overlap: both count up, one port for each router"
+            )
         for setting in self.settings:
             role, dot, assignment = setting.partition(".")
             if role not in ROLES[1:] or not dot or "=" not in assignment:
@@ -102,15 +125,15 @@ class ClusterConfig:
 
     @property
     def model_source(self) -> Path:
-        """The model to serve."""
-        return self.cache_dir / DEFAULT_MODEL if self.model is None else self.model
+        """The model to serve. Raises InvalidArgumentError if none is named and there is no default one."""
+        return default_model(self.cache_dir) if self.model is None else self.model
 
     @property
     def served_name(self) -> str:
         """The name it is served under."""
         if self.model_name is not None:
             return self.model_name
-        source = self.model_source.absolute()
+        source = (self.model or Path(DEFAULT_MODEL)).absolute()
         return source.stem if source.suffix.lower() == ".gguf" else source.name
 
 

@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,7 +20,7 @@ from rich.table import Column, Table
 from treeserve_cli import corpus, keys, simulate
 from treeserve_cli.access import API_KEY_VARIABLE, ApiKey, CaFile, CertFile, KeyFile, access
 from treeserve_cli.cluster import ClusterError, LocalCluster
-from treeserve_cli.demo import run_demo
+from treeserve_cli.demo import DemoConfig, run_demo
 from treeserve_cli.explain import explanation_table, explanations
 from treeserve_cli.layout import ClusterConfig
 from treeserve_cli.train import train
@@ -35,6 +36,8 @@ from treeserve_client import (
 )
 from treeserve_core.errors import TreeserveError
 from treeserve_wire.config import ConfigError, load_config
+
+Config = TypeVar("Config", bound=ClusterConfig)
 
 DEFAULT_ADDRESS = "localhost:50051"
 # Not the services' prefix: their variables are inherited by the processes that `up` starts.
@@ -65,6 +68,21 @@ def _fail(message: object, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"treeserve {version('treeserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _treeserve(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What is said before a command."""
+
+
 # Options of a cluster are the fields of ClusterConfig, those of a training the fields of TrainConfig; their loader
 # parses them and prints their help.
 _CONFIGURED_COMMAND: dict[str, Any] = {
@@ -90,6 +108,12 @@ def _fail_call(error: TreeserveClientError, address: str) -> typer.Exit:
     return _fail(f"{error}{hint}")
 
 
+def _interrupt_on_signals() -> None:
+    """Let SIGTERM raise KeyboardInterrupt, and SIGINT too: a shell's background jobs start with it ignored."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.default_int_handler)
+
+
 def _until_interrupted() -> NoReturn:
     """Do nothing until a signal raises KeyboardInterrupt.
 
@@ -105,9 +129,8 @@ def up(context: typer.Context) -> None:
 
     Prints one line `ready grpc=HOST:PORT http=HOST:PORT` on standard output once it serves.
     """
-    config = _cluster_config(context.args, "treeserve up")
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
-        signal.signal(signum, signal.default_int_handler)
+    config = _cluster_config(ClusterConfig, context.args, "treeserve up")
+    _interrupt_on_signals()
     try:
         with LocalCluster(config, report=_tell) as cluster:
             print(f"ready grpc={cluster.grpc_address} http={cluster.http_address}", flush=True)
@@ -122,7 +145,8 @@ def up(context: typer.Context) -> None:
 def demo(context: typer.Context) -> None:
     """Start a cluster, stream an answer, and measure speculation against plain decoding. Options are those of `up`."""
     started_at = time.monotonic()
-    config = _cluster_config(["--grpc-port", "0", "--http-port", "0", *context.args], "treeserve demo")
+    config = _cluster_config(DemoConfig, context.args, "treeserve demo")
+    _interrupt_on_signals()
     try:
         with LocalCluster(config, report=_tell) as cluster, cluster.client() as client:
             same = run_demo(client, started_at, Console())
@@ -137,18 +161,17 @@ def demo(context: typer.Context) -> None:
 app.command(**_CONFIGURED_COMMAND)(train)
 
 
-def _cluster_config(arguments: Sequence[str], prog: str) -> ClusterConfig:
+def _cluster_config(cls: type[Config], arguments: Sequence[str], prog: str) -> Config:
     try:
-        return load_config(ClusterConfig, arguments, _up_environment(), _UP_PREFIX, prog=prog)
+        return load_config(cls, arguments, _up_environment(), _UP_PREFIX, prog=prog)
     except ConfigError as error:
         raise _fail(error, code=2) from None
 
 
 def _up_environment() -> dict[str, str]:
     environ = dict(os.environ)
-    for variable, field in (("TREESERVE_CACHE", "CACHE_DIR"), (API_KEY_VARIABLE, "API_KEY")):
-        if variable in environ:
-            environ.setdefault(f"{_UP_PREFIX}{field}", environ[variable])
+    if API_KEY_VARIABLE in environ:
+        environ.setdefault(f"{_UP_PREFIX}API_KEY", environ[API_KEY_VARIABLE])
     return environ
 
 
@@ -207,7 +230,7 @@ def generate(
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
         "preset": preset,
-        "json_schema": None if json_schema is None else json_schema.read_text(encoding="utf-8"),
+        "json_schema": None if json_schema is None else _read(json_schema),
         "regex": regex,
         "choice": choice or None,
     }
@@ -231,12 +254,20 @@ def generate(
         raise _fail_call(error, address) from None
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _fail(f"{path}: {error}") from None
+
+
 def _summary(completion: Completion) -> dict[str, Any]:
     usage, speculation, timing = completion.usage, completion.speculation, completion.timing
     return {
         "token_ids": completion.token_ids,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+        "request_id": completion.request_id,
         "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
         "speculation": {
             "steps": speculation.steps,
@@ -252,7 +283,7 @@ def _summary(completion: Completion) -> dict[str, Any]:
 
 @app.command()
 def explain(
-    request_id: Annotated[str, typer.Argument(help="As `Started` or the HTTP answer named it.")],
+    request_id: Annotated[str, typer.Argument(help="As `generate --json`, `Started` or an HTTP answer named it.")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each router that knows it.")
     ] = False,

@@ -89,18 +89,20 @@ def run(
     systems = _guarded(lambda: [find_system(name) for name in system or SYSTEMS])
     cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
     asked = _guarded(lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed))
+    if records is not None:
+        _guarded(lambda: records.open("a").close())  # found now, not after the run; old ones stay till then
     reports, lines = [], []
     for each in systems:
         outcome = _guarded(partial(simulate, asked, cluster, each, seed))
         _tell(f"{each.name}: {outcome.simulated_s:.0f} s in {outcome.cpu_s:.1f} s")
         reports.append(report(outcome, cluster.policies))
         lines += [{"system": each.name, **record.to_json()} for record in outcome.records]
-    if records is not None:
-        _guarded(lambda: records.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"))
     if as_json:
         print(json.dumps({each["system"]: each for each in reports}, indent=1))
     else:
         print(table(reports))
+    if records is not None:
+        _guarded(lambda: records.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"))
 
 
 @app.command()

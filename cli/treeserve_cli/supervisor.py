@@ -134,13 +134,14 @@ class Supervisor:
 
     Attributes:
         children: in start order.
+        policy: what becomes of those that exit; it may be replaced while they run.
     """
 
     def __init__(
         self, specs: Sequence[ProcessSpec], policy: RestartPolicy, report: Callable[[str], None] = lambda _line: None
     ) -> None:
         self.children = tuple(Child(spec) for spec in specs)
-        self._policy = policy
+        self.policy = policy
         self._report = report
         self._stopping = threading.Event()
         self._spawned: Future[None] = Future()
@@ -170,7 +171,7 @@ class Supervisor:
         self._spawned.set_result(None)
         while not self._stopping.wait(_POLL_S):
             for child in self.children:
-                child.tend(self._policy, self._report)
+                child.tend(self.policy, self._report)
         self._stop_all()
 
     def _stop_all(self) -> None:

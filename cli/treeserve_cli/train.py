@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import typer
 
-from treeserve_cli.layout import DEFAULT_MODEL
+from treeserve_cli.layout import default_model
 from treeserve_core.errors import TreeserveError
 from treeserve_wire.config import ConfigError, load_config
 
@@ -27,14 +27,13 @@ def train(context: typer.Context) -> None:
         config = load_config(TrainConfig, context.args, _environment(), _PREFIX, prog="treeserve train")
     except ConfigError as error:
         raise _failed(error, 2) from None
-    if config.model is None:
-        config = replace(config, model=config.cache_dir / DEFAULT_MODEL)
 
     from rich.console import Console
 
     from treeserve_training.train import train as run
 
     try:
+        config = replace(config, model=config.model or default_model(config.cache_dir))
         finished = run(config, Console())
     except (TreeserveError, OSError) as error:
         raise _failed(error, 1) from None

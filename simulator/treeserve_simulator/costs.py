@@ -121,8 +121,10 @@ class StepCosts:
                 record.get("sequence_ms", 0.0),
                 record.get("context_ms", 0.0),
             )
-        except (KeyError, TypeError) as error:
-            raise InvalidArgumentError("costs", f"no cost table: {error!r}") from None
+        except KeyError as error:
+            raise InvalidArgumentError("costs", f"{error} is missing") from None
+        except TypeError as error:
+            raise InvalidArgumentError("costs", f"no cost table: {error}") from None
 
 
 def _between(axis: Sequence[float], value: float) -> tuple[int, float]:
@@ -188,8 +190,10 @@ class MachineModel:
             kinds = {name: TextKind(**kind) for name, kind in record.get("kinds", {}).items()}
             costs = StepCosts.from_json(record["costs"])
             return cls(str(record["origin"]), costs, Overheads(**record.get("overheads", {})), {**KINDS, **kinds})
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError("machine", f"{path}: {error!r}") from None
+        except KeyError as error:
+            raise InvalidArgumentError("machine", f"{path}: {error} is missing") from None
+        except (AttributeError, InvalidArgumentError, TypeError, ValueError) as error:
+            raise InvalidArgumentError("machine", f"{path}: {error}") from None
 
     def write(self, path: Path) -> None:
         """Write what `read` reads."""

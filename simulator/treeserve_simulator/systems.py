@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -14,9 +14,9 @@ from treeserve_router.config import RouterConfig
 from treeserve_simulator.costs import MachineModel
 from treeserve_simulator.text import IDENTITY
 from treeserve_verifier.config import VerifierConfig
-from treeserve_wire.config import load_config
+from treeserve_wire.config import ConfigError, load_config
 
-T = TypeVar("T")
+T = TypeVar("T", RouterConfig, VerifierConfig)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class Cluster:
         policies: by class, the targets that are judged, and what `treeserve` is told.
         verifier: fields of every verifier's configuration, below a system's own.
         router: fields of the router's configuration.
+
+    Raises:
+        ConfigError: for fields that there are not, or that cannot work.
     """
 
     machine: MachineModel
@@ -73,18 +76,29 @@ class Cluster:
     verifier: Mapping[str, str] = field(default_factory=dict)
     router: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _config(VerifierConfig, "verifier", self.verifier)
+        _config(RouterConfig, "router", self.router)
+
     def verifier_config(self, system: System, index: int) -> VerifierConfig:
-        """Of one verifier of a system. Raises ConfigError for fields that cannot work."""
-        config = _config(VerifierConfig, {**self.verifier, **system.verifier})
+        """Of one verifier of a system."""
+        config = _config(VerifierConfig, "verifier", {**self.verifier, **system.verifier})
         return replace(config, verifier_id=f"verifier-{index}")
 
     def router_config(self, system: System) -> RouterConfig:
-        """Of the router of a system. Raises as `verifier_config`."""
-        config = _config(RouterConfig, {"queue_policy": system.queue_policy, **self.router})
+        """Of the router of a system."""
+        config = _config(RouterConfig, "router", {"queue_policy": system.queue_policy, **self.router})
         return replace(config, qos=self.policies if system.keeps_promises else _NO_PROMISES)
 
 
-def _config(cls: type[T], fields: Mapping[str, str]) -> T:
+def _config(cls: type[T], role: str, values: Mapping[str, str]) -> T:
     """A service's configuration with these fields. It names a model, of which nothing is read."""
-    named = {"model_folder": "simulated", "model_name": IDENTITY.name, **fields}
-    return load_config(cls, [f"--{name.replace('_', '-')}={value}" for name, value in named.items()], {})
+    known = {"config", *(each.name for each in fields(cls))}  # argparse would refuse others by ending the process
+    unknown = [name for name in values if name.replace("-", "_") not in known]
+    if unknown:
+        raise ConfigError(f"{role}: unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    named = {"model_folder": "simulated", "model_name": IDENTITY.name, **values}
+    try:
+        return load_config(cls, [f"--{name.replace('_', '-')}={value}" for name, value in named.items()], {})
+    except ConfigError as error:
+        raise ConfigError(f"{role}: {' '.join(str(error).split())}") from error  # YAML's errors have several lines

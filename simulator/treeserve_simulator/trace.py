@@ -11,6 +11,7 @@ from typing import Any
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.sampling import ServiceClass
+from treeserve_router.qos import class_named
 
 _REQUIRED = ("at_s", "prompt_tokens", "output_tokens")
 
@@ -54,21 +55,21 @@ class TraceRequest:
         Raises:
             InvalidArgumentError: if a field is missing or has no sense.
         """
-        for name in _REQUIRED:
-            if name not in record:
-                raise InvalidArgumentError(name, "is missing")
         try:
+            for name in _REQUIRED:
+                if name not in record:
+                    raise InvalidArgumentError(name, "is missing")
             return cls(
                 at_s=float(record["at_s"]),
                 prompt_tokens=int(record["prompt_tokens"]),
                 output_tokens=int(record["output_tokens"]),
-                service_class=ServiceClass[str(record.get("service_class", "standard")).upper()],
+                service_class=class_named(str(record.get("service_class", "standard")).lower(), "service_class"),
                 tenant=str(record.get("tenant", "")),
                 kind=str(record.get("kind", "")),
                 session=str(record.get("session", "")),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError("trace", f"{error} in {dict(record)}") from None
+        except (InvalidArgumentError, TypeError, ValueError) as error:
+            raise InvalidArgumentError("trace", f"{error}; the line is {dict(record)}") from None
 
     def to_json(self) -> dict[str, Any]:
         """The object of its line."""
@@ -87,14 +88,22 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file, in order of arrival.
 
     Raises:
-        InvalidArgumentError: naming the line that is none.
+        InvalidArgumentError: quoting the line that is none, or if there is none.
         OSError: if the file cannot be read.
     """
-    return sorted((TraceRequest.from_json(record) for record in read_records(path)), key=lambda request: request.at_s)
+    requests = [TraceRequest.from_json(record) for record in read_records(path)]
+    if not requests:
+        raise InvalidArgumentError("trace", f"{path} holds no request")
+    return sorted(requests, key=lambda request: request.at_s)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, one a line. Raises as `read_trace`."""
+    """The objects of a JSONL file, one a line.
+
+    Raises:
+        InvalidArgumentError: naming the line that is none.
+        OSError: if the file cannot be read.
+    """
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():

@@ -16,6 +16,7 @@ from support.waiting import until
 
 from treeserve.common.v1 import common_pb2 as common
 from treeserve_core.errors import OverloadedError, TreeserveError
+from treeserve_router import http_app
 from treeserve_text.tokenizer import Tokenizer
 
 TEXT = "naïve 🙂 end"
@@ -111,11 +112,14 @@ async def test_streamed_chat(http: httpx.AsyncClient) -> None:
 async def test_log_probs(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     ids = (tokenizer.encode(TEXT) * 2)[:8]  # recited over and over
     texts = [tokenizer.decode([token_id], skip_special=False) for token_id in ids]
+    assert texts[:2] == ["na\ufffd", "\ufffd"], "a character lies in two tokens"
+    texts = ["bytes:\\x6e\\x61\\xc3" if text == "na\ufffd" else text for text in texts]
+    texts = ["bytes:\\xaf" if text == "\ufffd" else text for text in texts]
     answer = (await http.post("/v1/completions", json=completion(logprobs=0))).json()
     log_probs = answer["choices"][0]["logprobs"]
     assert log_probs["tokens"] == texts
     assert log_probs["token_logprobs"] == [-float(n) for n in range(1, 9)]
-    assert log_probs["text_offset"][0] == 0
+    assert log_probs["text_offset"][:2] == [0, 2]
     answer = (await http.post("/v1/chat/completions", json=chat(logprobs=True, top_logprobs=0))).json()
     content = answer["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == texts
@@ -189,6 +193,8 @@ async def test_defaults_are_openais(http: httpx.AsyncClient, verifier: FakeVerif
         ("/v1/completions", completion(echo=True), "echo"),
         ("/v1/completions", completion(suffix="x"), "suffix"),
         ("/v1/completions", completion(prompt=["a", "b"]), "prompt"),
+        ("/v1/completions", completion(prompt=[[1, 2]]), "prompt[0]"),
+        ("/v1/completions", completion(prompt=[-1]), "prompt"),
         ("/v1/completions", completion(prompt=""), "prompt"),
         ("/v1/completions", completion(max_tokens=0), "max_tokens"),
         ("/v1/completions", completion(max_tokens=1000), "max_tokens"),
@@ -358,3 +364,17 @@ async def test_sampled_text_is_the_same_over_both_apis(
     )
     assert body["choices"][0]["text"] == seen.text
     assert verifier.submits[0].sampling == verifier.submits[1].sampling
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_app, "_BODY_TIMEOUT_S", 0.1)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.sleep(5)
+
+    response = await http.post("/v1/completions", content=half())
+    assert response.status_code == 408
+    assert response.json()["error"]["type"] == "invalid_request_error"

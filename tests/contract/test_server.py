@@ -171,3 +171,25 @@ async def test_a_frozen_peer_is_noticed_when_its_keepalive_is_due(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await asyncio.wait_for(stream.read(), 10)  # due after 1 s of silence and 0.25 s for an answer
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        (f"/{SERVICE}/Generate", "unary_stream"),
+        ("/grpc.health.v1.Health/Check", "unary_unary"),
+        ("/grpc.health.v1.Health/Watch", "unary_stream"),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
+    ],
+)
+async def test_what_cannot_be_decoded_is_an_invalid_argument_and_no_error_here(
+    server: ServiceServer, method: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    address = await server.start()
+    no_text = b"\x0a\x02\xff\xfe"  # a field that holds no text, whatever the message
+    async with open_channel(address) as channel:
+        call = getattr(channel, kind)(method)(iter([no_text]) if kind.startswith("stream") else no_text)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call if kind == "unary_unary" else [response async for response in call]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in "".join(capfd.readouterr())

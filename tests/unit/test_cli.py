@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from treeserve_cli import __main__ as entry
 from treeserve_cli import main
 from treeserve_cli.cluster import ClusterError
 from treeserve_client import (
@@ -36,6 +38,7 @@ COMPLETION = Completion(
     usage=Usage(4, 3),
     speculation=SpeculationStats(2, 8, 1, (1,)),
     timing=Timing(10.0, 5.0, 20.0),
+    request_id="r-7",
 )
 
 
@@ -146,6 +149,7 @@ def test_json_prints_one_object_and_no_stream(client: type[FakeClient]) -> None:
         "token_ids": [1, 2, 3],
         "text": "héllo\n",
         "finish_reason": "length",
+        "request_id": "r-7",
         "usage": {"prompt_tokens": 4, "completion_tokens": 3},
         "speculation": {
             "steps": 2,
@@ -221,6 +225,9 @@ class FakeCluster:
     def __exit__(self, *_exc: object) -> None:
         type(self).stopped = True
 
+    def client(self) -> FakeClient:
+        return FakeClient(self.grpc_address)
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCluster]]:
@@ -232,7 +239,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCluster]]:
 
     monkeypatch.setattr(main, "LocalCluster", Fresh)
     monkeypatch.setattr(main, "_until_interrupted", interrupt)
-    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(main, "run_demo", lambda *_args: interrupt())
+    before = signal.signal(signal.SIGTERM, lambda *_args: pytest.fail("SIGTERM has no handler"))
     yield Fresh
     signal.signal(signal.SIGTERM, before)
 
@@ -243,6 +251,14 @@ def test_up_says_when_it_is_ready_and_stops_on_sigterm(cluster: type[FakeCluster
     assert cluster.stopped
     config = cluster.config
     assert (config.verifiers, config.sources, config.no_redis) == (2, ("ngram", "suffix"), True)
+
+
+def test_demo_takes_free_ports_and_stops_on_sigterm(cluster: type[FakeCluster]) -> None:
+    assert invoke("demo", "--threads", "3").exit_code == 0
+    assert cluster.stopped
+    assert (cluster.config.grpc_port, cluster.config.http_port, cluster.config.threads) == (0, 0, 3)
+    invoke("demo", "--http-port", "7000")
+    assert cluster.config.http_port == 7000
 
 
 def test_up_reads_its_cache_and_options_from_the_environment(
@@ -271,10 +287,63 @@ def test_up_refuses_wrong_usage(cluster: type[FakeCluster], args: list[str]) -> 
     assert not hasattr(cluster, "config")
 
 
-def test_up_help_lists_the_options(cluster: type[FakeCluster]) -> None:
-    result = invoke("up", "--help")
+def help_of(command: str) -> str:
+    result = invoke(command, "--help")
     assert result.exit_code == 0
-    assert "--kv-tokens" in result.stdout
+    return " ".join(result.stdout.split())
+
+
+def test_up_help_lists_the_options_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREESERVE_CACHE", "my-cache")
+    text = help_of("up")
+    assert "--kv-tokens" in text and "Serve a model on this machine" in text
+    assert "($TREESERVE_CACHE) (default: my-cache)" in text
+
+
+def test_demo_help_is_its_own() -> None:
+    text = help_of("demo")
+    assert "--kv-tokens" in text and "measure speculation" in text and "Serve a model" not in text
+    assert text.count("0 picks one (default: 0)") == 2
+
+
+@pytest.mark.parametrize(
+    "command", [["corpus", "build", "texts", "--out", "file"], ["simulate", "calibrate", "--out", "file"], ["train"]]
+)
+def test_a_default_model_that_nobody_fetched_is_explained(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREESERVE_CACHE", str(tmp_path))
+    result = invoke(*command)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"no default model at {tmp_path}" in result.stderr and "`make setup` fetches it" in result.stderr
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"treeserve {version('treeserve')}\n")
+
+
+def test_ctrl_c_while_the_command_loads_is_quiet() -> None:
+    script = """
+import signal, sys
+class Interrupts:
+    def find_spec(self, name, *_args):
+        if name == "treeserve_cli.main":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from treeserve_cli.__main__ import main
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_ctrl_c_is_the_command_s_own_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["treeserve", "--version"])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_that_another_thread_took_ends_the_wait() -> None:
@@ -292,3 +361,12 @@ except KeyboardInterrupt:
 """
     ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=30, check=True)
     assert ran.stdout == b"ended\n"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_schema_that_cannot_be_read_is_named(client: type[FakeClient], tmp_path: Path, content: bytes | None) -> None:
+    schema = tmp_path / "schema.json"
+    if content is not None:
+        schema.write_bytes(content)
+    result = invoke("generate", "--prompt", "x", "--json-schema", str(schema))
+    assert result.exit_code != 0 and "schema.json" in result.stderr and not isinstance(result.exception, ValueError)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,13 @@ import pytest
 from treeserve_cli import cluster as cluster_module
 from treeserve_cli.cluster import ClusterError, LocalCluster
 from treeserve_cli.layout import ClusterConfig, Layout, process_specs
-from treeserve_cli.supervisor import ProcessSpec
+from treeserve_cli.supervisor import ProcessSpec, Supervisor
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_router.config import RouterConfig
 from treeserve_speculator.config import SpeculatorConfig
 from treeserve_verifier.config import VerifierConfig
 from treeserve_wire.config import load_config
+from treeserve_wire.tls import TlsFiles
 
 LAYOUT = Layout(Path("run"), Path("models/m"), ("127.0.0.1:1",), ("127.0.0.1:2",))
 
@@ -108,7 +112,20 @@ def test_served_name(config: ClusterConfig, name: str) -> None:
     assert config.served_name == name
 
 
-def broken_cluster(monkeypatch: pytest.MonkeyPatch, script: str, config: ClusterConfig) -> LocalCluster:
+def test_a_default_model_that_nobody_fetched_is_explained(tmp_path: Path) -> None:
+    config = ClusterConfig(cache_dir=tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"no default model at .*`make setup`.*TREESERVE_CACHE"):
+        _ = config.model_source
+    (tmp_path / "SmolLM2-135M-Instruct.gguf").touch()
+    assert config.model_source == tmp_path / "SmolLM2-135M-Instruct.gguf"
+
+
+def broken_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    config: ClusterConfig,
+    report: Callable[[str], None] = lambda _line: None,
+) -> LocalCluster:
     """A cluster whose only process is a shell script."""
 
     def specs(_config: ClusterConfig, layout: Layout) -> list[ProcessSpec]:
@@ -116,7 +133,7 @@ def broken_cluster(monkeypatch: pytest.MonkeyPatch, script: str, config: Cluster
 
     monkeypatch.setattr(cluster_module, "process_specs", specs)
     monkeypatch.setattr(LocalCluster, "_prepare_model", lambda _self: Path("m"))
-    return LocalCluster(config)
+    return LocalCluster(config, report)
 
 
 def test_a_process_that_exits_fails_the_start_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,6 +143,58 @@ def test_a_process_that_exits_fails_the_start_with_its_log(monkeypatch: pytest.M
         cluster.start()
     assert not cluster.processes["router"][0].is_running
     assert (tmp_path / "run").is_dir()
+
+
+def test_nothing_is_restarted_before_the_cluster_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines: list[str] = []
+    config = ClusterConfig(grpc_port=0, http_port=0, run_dir=tmp_path)
+    with pytest.raises(ClusterError):
+        broken_cluster(monkeypatch, "exit 3", config, lines.append).start()
+    assert lines[1].startswith("router-0 exited with 3, not restarted")
+    monkeypatch.setattr(LocalCluster, "_wait_ready", lambda *_args: None)
+    with broken_cluster(monkeypatch, "sleep 60", config) as cluster:
+        cluster.kill("router")
+        until = time.monotonic() + 10
+        while not cluster.processes["router"][0].restarts:
+            assert time.monotonic() < until, "was not restarted"
+            time.sleep(0.02)
+
+
+def test_an_interrupted_start_leaves_no_folder_and_a_failed_one_its_logs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    error: BaseException = KeyboardInterrupt()
+
+    def wait(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalCluster, "_wait_ready", wait)
+    config = ClusterConfig(grpc_port=0, http_port=0)
+    for error, logs in ((KeyboardInterrupt(), False), (ClusterError("not ready"), True)):
+        cluster = broken_cluster(monkeypatch, "sleep 60", config)
+        with pytest.raises(type(error)):
+            cluster.start()
+        assert not cluster.processes["router"][0].is_running
+        assert (cluster.run_dir.parent, cluster.run_dir.exists()) == (tmp_path, logs)
+
+
+def test_a_stop_that_is_interrupted_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stop = Supervisor.stop
+
+    def interrupted(supervisor: Supervisor) -> None:
+        stop(supervisor)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(LocalCluster, "_wait_ready", lambda *_args: None)
+    monkeypatch.setattr(Supervisor, "stop", interrupted)
+    cluster = broken_cluster(monkeypatch, "sleep 60", ClusterConfig(grpc_port=0, http_port=0))
+    cluster.start()
+    assert cluster.run_dir.exists()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.stop()
+    assert not cluster.run_dir.exists()
 
 
 def test_a_start_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,7 +215,38 @@ def test_a_taken_port_fails_the_start_before_anything_runs(monkeypatch: pytest.M
             assert cluster.processes["router"] == ()
 
 
-@pytest.mark.parametrize("ports", [{"grpc_port": 65536}, {"http_port": -1}])
+@pytest.mark.parametrize(
+    "ports",
+    [
+        {"grpc_port": 7000, "http_port": 7000},
+        {"grpc_port": 7000, "http_port": 7001, "routers": 2},
+        {"grpc_port": 7002, "http_port": 7000, "routers": 3},
+    ],
+)
+def test_ports_that_overlap_are_refused(ports: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match="overlap"):
+        ClusterConfig(**ports)
+
+
+def test_ports_side_by_side_are_fine() -> None:
+    ClusterConfig(routers=2, grpc_port=7000, http_port=7002)
+    ClusterConfig(routers=2, grpc_port=0, http_port=0)
+
+
+def test_a_tls_file_that_is_missing_is_named_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tls = TlsFiles(*(tmp_path / name for name in ("tls.crt", "tls.key", "nope.crt")))
+    for present in (tls.cert_file, tls.key_file):
+        present.touch()
+    config = ClusterConfig(grpc_port=0, http_port=0, run_dir=tmp_path / "run", tls=tls)
+    cluster = broken_cluster(monkeypatch, "sleep 60", config)
+    with pytest.raises(InvalidArgumentError, match=r"tls\.ca_file: .*nope\.crt: No such file"):
+        cluster.start()
+    assert cluster.processes["router"] == () and not cluster.run_dir.exists()
+
+
+@pytest.mark.parametrize("ports", [{"grpc_port": 65536}, {"http_port": -1}, {"grpc_port": 65535, "routers": 2}])
 def test_a_number_that_is_no_port_is_refused(ports: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match="port"):
         ClusterConfig(**ports)

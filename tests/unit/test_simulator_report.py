@@ -140,10 +140,23 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     machine = replace(cpu_machine(), kinds={"": cpu_machine().kind("chat").shifted(0.3), **cpu_machine().kinds})
     machine.write(tmp_path / "m.json")
     assert MachineModel.read(tmp_path / "m.json") == machine
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(InvalidArgumentError):
-        MachineModel.read(tmp_path / "bad.json")
     assert MachineModel.read(DEFAULT_MACHINE).origin
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}", "'costs' is missing"),
+        ('{"costs": {}}', "costs: 'rows' is missing"),
+        ("[]", "'list' object has no attribute 'get'"),
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_file_that_holds_no_machine_is_refused_with_what_it_lacks(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(InvalidArgumentError) as refused:
+        MachineModel.read(tmp_path / "m.json")
+    assert str(refused.value) == f"machine: {tmp_path}/m.json: {reason}"
 
 
 def test_options_in_words() -> None:

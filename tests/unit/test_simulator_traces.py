@@ -45,6 +45,23 @@ def test_a_line_without_sense_is_refused(tmp_path: Path, line: str) -> None:
         read_trace(tmp_path / "t.jsonl")
 
 
+def test_a_refusal_names_the_field_and_quotes_the_line() -> None:
+    line = {"at_s": 0, "prompt_tokens": 5, "output_tokens": 6}
+    with pytest.raises(InvalidArgumentError) as refused:
+        TraceRequest.from_json({**line, "service_class": "royal"})
+    known = "realtime, interactive, standard, batch"
+    assert str(refused.value).startswith(f"trace: service_class: 'royal' is none of {known}; the line is {{'at_s': 0, ")
+    with pytest.raises(InvalidArgumentError, match=r"^trace: prompt_tokens: is missing; the line is {'at_s': 0}$"):
+        TraceRequest.from_json({"at_s": 0})
+    assert TraceRequest.from_json({**line, "service_class": "Batch"}).service_class is ServiceClass.BATCH
+
+
+def test_a_file_without_requests_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("\n")
+    with pytest.raises(InvalidArgumentError, match="holds no request"):
+        read_trace(tmp_path / "t.jsonl")
+
+
 @pytest.mark.parametrize("pattern", list(Pattern))
 def test_the_same_seed_draws_the_same_trace(pattern: Pattern) -> None:
     arrivals = Arrivals(200, 5.0, pattern=pattern, peak=2.0)

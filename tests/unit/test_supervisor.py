@@ -98,6 +98,16 @@ def test_without_restarts_a_dead_child_stays_dead(
     assert (dead.restarts, dead.is_running, other.is_running) == (0, False, True)
 
 
+def test_a_policy_may_be_replaced(shell: Callable[..., ProcessSpec], start: Callable[..., Supervisor]) -> None:
+    lines: list[str] = []
+    supervisor = start(shell(SLEEP), policy=RestartPolicy(enabled=False), report=lines.append)
+    supervisor.policy = FAST
+    (child,) = supervisor.children
+    child.kill()
+    eventually(lambda: child.restarts == 1)
+    assert "restarting in" in lines[0]
+
+
 def test_roles_stop_in_the_reverse_order(
     shell: Callable[..., ProcessSpec], start: Callable[..., Supervisor], tmp_path: Path
 ) -> None:

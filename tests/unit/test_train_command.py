@@ -196,9 +196,7 @@ def test_a_report_is_written_without_matplotlib(tmp_path: Path, monkeypatch: pyt
     assert "ssm, 4 nodes: greedy acceptance length" in "\n".join(report.lines())
 
 
-def test_the_command_reads_its_options(
-    tiny_model: Path, data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reads_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[TrainConfig] = []
 
     def run(config: TrainConfig, _console: Console) -> bool:
@@ -208,16 +206,17 @@ def test_the_command_reads_its_options(
         return config.seed == 0
 
     monkeypatch.setattr(training, "train", run)
-    monkeypatch.setenv("TREESERVE_CACHE", str(cache))
+    monkeypatch.setenv("TREESERVE_CACHE", str(tmp_path))
+    (tmp_path / "SmolLM2-135M-Instruct.gguf").touch()
 
     def invoke(*arguments: str) -> Any:
         return CliRunner().invoke(main.app, ["train", *arguments])
 
     assert invoke("--ssms", "5", "--build", "ssm").exit_code == 0
-    assert asked[0].ssms == 5 and asked[0].cache_dir == cache
-    assert asked[0].target == cache / "SmolLM2-135M-Instruct.gguf" and asked[0].name == "SmolLM2-135M-Instruct"
+    assert asked[0].ssms == 5 and asked[0].cache_dir == tmp_path
+    assert asked[0].target == tmp_path / "SmolLM2-135M-Instruct.gguf" and asked[0].name == "SmolLM2-135M-Instruct"
     assert invoke("--model", "some/folder", "--seed", "1").exit_code == 3
-    assert asked[1].out_folder == Path("drafters/folder") and asked[1].work_folder == cache / "drafting" / "folder"
+    assert asked[1].out_folder == Path("drafters/folder") and asked[1].work_folder == tmp_path / "drafting" / "folder"
     failed = invoke("--seed", "2")
     assert failed.exit_code == 1 and "data: is bad" in failed.stderr
     for wrong in (["--ssms", "6"], ["--build", "magic"], ["--hard-weight", "2"], ["--epochs", "0"], ["stray"]):

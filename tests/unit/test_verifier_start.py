@@ -21,6 +21,13 @@ def start(folder: Path, **changes: Any) -> None:
     load_engine(VerifierConfig(model_folder=folder, model_name="tiny", **settings | changes)).thread.shutdown()
 
 
+def test_a_cache_for_less_than_one_sequence_is_refused_with_what_it_needs() -> None:
+    sizes = {"max_context_tokens": 100, "block_size": 16}
+    VerifierConfig(Path("m"), "m", kv_tokens=128, **sizes)
+    with pytest.raises(InvalidArgumentError, match=r"127 are too few: .* max_context_tokens = 100 .* need 128"):
+        VerifierConfig(Path("m"), "m", kv_tokens=127, **sizes)
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_a_model_whose_logits_are_no_numbers_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from treeserve_wire.channel import COMMON_OPTIONS, MAX_MESSAGE_BYTES
+from treeserve_wire.decoding import DecodingInterceptor
 from treeserve_wire.tls import Tls
 
 # Health is SERVING under this name for as long as the process works, whether or not it has anything to serve with:
@@ -78,9 +79,11 @@ class ServiceServer:
         if max_connection_age_ms is not None:
             options.append(("grpc.max_connection_age_ms", max_connection_age_ms))
             options.append(("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS))
-        self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
+        self.grpc = grpc.aio.server(options=options, interceptors=(*interceptors, DecodingInterceptor()))
         self.health_address = health_address
-        self.probed = grpc.aio.server(options=_OPTIONS) if health_address else None
+        self.probed = (
+            grpc.aio.server(options=_OPTIONS, interceptors=(DecodingInterceptor(),)) if health_address else None
+        )
         self._address = address
         self._credentials = None if tls is None else tls.server_credentials(client_certs=client_certs)
         self._health_names = ("", service_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -41,6 +42,7 @@ from treeserve_wire.tasks import until_first_ends
 
 # A prompt of 1 MiB may be several times that as JSON.
 _MAX_BODY_BYTES = 8 << 20
+_BODY_TIMEOUT_S = 30.0
 
 _Call = CompletionRequest | ChatCompletionRequest
 _Events = AsyncGenerator[GenerationEvent, None]
@@ -257,12 +259,16 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
 
 async def _read_json(request: Request) -> object:
-    """The decoded body. Raises HTTPException for one that is too large or no JSON."""
+    """The decoded body. Raises HTTPException for one that is too large or does not come, and for what is no JSON."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is longer than {_MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the body is longer than {_MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the body was not there after {_BODY_TIMEOUT_S:g} s") from None
     try:
         value: object = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text

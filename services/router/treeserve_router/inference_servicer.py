@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import grpc
+import structlog
 
 from treeserve.inference.v1 import inference_pb2 as pb
 from treeserve.inference.v1.inference_pb2_grpc import InferenceServiceServicer
@@ -22,6 +23,8 @@ from treeserve_wire import codec
 from treeserve_wire.status import abort
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+_log = structlog.get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,7 +47,9 @@ class InferenceServicer(InferenceServiceServicer):
             ask = _ask_from_proto(request, context)
             async with contextlib.aclosing(self._router.generate(ask)) as events:
                 async for event in events:
-                    await context.write(self._event_to_proto(event))
+                    await _write(context, self._event_to_proto(event))
+        except _ClientGoneError as gone:
+            _log.info("client gone", reason=str(gone.__cause__))
         except Exception as error:
             await abort(context, error)
 
@@ -93,6 +98,17 @@ class InferenceServicer(InferenceServiceServicer):
                 return pb.GenerateResponse(chunk=chunk)
             case Finished():
                 return pb.GenerateResponse(finished=_finished_to_proto(event))
+
+
+class _ClientGoneError(Exception):
+    """Nothing can be written to the client any more."""
+
+
+async def _write(context: _Context, response: pb.GenerateResponse) -> None:
+    try:
+        await context.write(response)
+    except Exception as error:
+        raise _ClientGoneError from error
 
 
 def _ask_from_proto(request: pb.GenerateRequest, context: _Context) -> Ask:

@@ -112,10 +112,12 @@ class GenerationOptions(Strict):
         )
 
     def named(self, error: Exception) -> Exception:
-        """The error, with the client's own name for its grammar."""
-        if isinstance(error, InvalidArgumentError) and error.field.startswith("sampling.grammar"):
+        """The error, with the client's own name for its grammar and its token ids."""
+        if not isinstance(error, InvalidArgumentError):
+            return error
+        if error.field.startswith("sampling.grammar"):
             return InvalidArgumentError(self._grammar_param, error.reason)
-        return error
+        return InvalidArgumentError("prompt", error.reason) if error.field == "tokens.token_ids" else error
 
     @property
     def _grammar_param(self) -> str:

@@ -20,6 +20,7 @@ from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationSt
 from treeserve_router import answer_ids
 from treeserve_router.generation import Finished
 from treeserve_router.visible_output import TokenChunk
+from treeserve_text.detokenizer import Detokenizer
 from treeserve_text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -66,6 +67,7 @@ class CompletionFormat:
         self._with_log_probs = with_log_probs
         self._base = {"id": answer_ids.COMPLETION + head.request_id, "object": "text_completion", **_common(head)}
         self._seed = head.seed
+        self._shown = Detokenizer(tokenizer)
         self._text_offset = 0
 
     def opening(self) -> Json | None:
@@ -99,20 +101,23 @@ class CompletionFormat:
         }
 
     def _log_probs(self, positions: tuple[PositionLogProbs, ...]) -> Json:
-        tokens = [_token_text(self._tokenizer, position.token_id) for position in positions]
         offsets = []
-        for token in tokens:
+        for position in positions:
             offsets.append(self._text_offset)
-            self._text_offset += len(token)
+            self._text_offset += len(self._shown.push([position.token_id]))
         return {
-            "tokens": tokens,
+            "tokens": [_token_text(self._tokenizer, position.token_id) for position in positions],
             "token_logprobs": [position.log_prob for position in positions],
-            "top_logprobs": [
-                {_token_text(self._tokenizer, token_id): log_prob for token_id, log_prob in position.top}
-                for position in positions
-            ],
+            "top_logprobs": [self._top(position) for position in positions],
             "text_offset": offsets,
         }
+
+    def _top(self, position: PositionLogProbs) -> Json:
+        """By text, of which the most probable token has it."""
+        top: Json = {}
+        for token_id, log_prob in position.top:
+            top.setdefault(_token_text(self._tokenizer, token_id), log_prob)
+        return top
 
 
 class ChatFormat:
@@ -262,4 +267,11 @@ def _speculation(stats: SpeculationStats) -> Json:
 
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special=False)
+    """What a token adds to the text: `bytes:` and these where they are no whole characters; a special token's name."""
+    data = tokenizer.token_bytes(token_id)
+    if not data:
+        return tokenizer.decode([token_id], skip_special=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -127,9 +128,15 @@ class VerifierConfig:
         for name in ("max_decode_gap_ms", "ageing_s"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(name, "must be positive")
-        if self.session_lease_s < 0:
-            raise InvalidArgumentError("session_lease_s", "is negative")
+        for name in ("session_lease_s", "draft_wait_ms", "emit_interval_ms", "drain_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidArgumentError(name, "must be a number, not negative")
         if not 1 <= self.prefill_rows <= self.step_rows:
             raise InvalidArgumentError("prefill_rows", f"is outside [1, step_rows = {self.step_rows}]")
-        if self.kv_tokens // self.block_size * self.block_size < self.max_context_tokens + self.block_size:
-            raise InvalidArgumentError("kv_tokens", "must hold one sequence of max_context_tokens and one more block")
+        least = (-(-self.max_context_tokens // self.block_size) + 1) * self.block_size
+        if self.kv_tokens < least:
+            raise InvalidArgumentError(
+                "kv_tokens",
+                f"{self.kv_tokens} are too few: a sequence of max_context_tokens = {self.max_context_tokens} and one "
+                f"more block need {least}",
+            )
