@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.sequences import make_config
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_verifier.config import VerifierConfig
@@ -53,3 +54,10 @@ def test_a_context_window_too_short_to_measure_is_refused(tiny_model: Path, tmp_
 def test_a_cache_too_small_to_measure_is_refused(tiny_model: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="kv_tokens: has room for 48 tokens"):
         start(tiny_model, max_context_tokens=16, kv_tokens=48)
+
+
+@pytest.mark.parametrize("name", ["draft_wait_ms", "emit_interval_ms", "session_lease_s", "drain_s"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_times_are_numbers_and_not_negative(name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        make_config(**{name: value})
