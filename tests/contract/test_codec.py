@@ -201,8 +201,9 @@ def test_only_typical_is_labelled_lossy() -> None:
 
 
 def test_finish_reasons() -> None:
-    for reason in (*FinishReason, None):
+    for reason in FinishReason:
         assert codec.finish_reason_from_proto(codec.finish_reason_to_proto(reason)) is reason
+    assert codec.finish_reason_from_proto(common_pb2.FINISH_REASON_UNSPECIFIED) is None
     with pytest.raises(InvalidArgumentError):
         codec.finish_reason_from_proto(99)  # type: ignore[arg-type]
 
