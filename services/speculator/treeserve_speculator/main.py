@@ -29,7 +29,6 @@ from treeserve_wire.server import ServiceServer
 from treeserve_wire.telemetry import setup_tracing, start_metrics
 from treeserve_wire.tls import Tls
 
-# A speculator serves nothing but health, under this name.
 _STOP_GRACE_S = 1.0
 
 _log = structlog.get_logger(__name__)
