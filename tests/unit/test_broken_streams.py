@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from support.sequences import make_config
 
+from treeserve.common.v1 import common_pb2
 from treeserve.verifier.v1 import verifier_pb2
-from treeserve_core.errors import UnavailableError
+from treeserve_core.errors import OverloadedError, UnavailableError
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity
 from treeserve_router.decode_stream import DecodeStream
 from treeserve_verifier.decode_stream import DecodeHandler
+from treeserve_verifier.decode_stream import DecodeStream as VerifierDecodeStream
 from treeserve_verifier.draft_stream import DraftHandler
 from treeserve_verifier.load import Load
 from treeserve_wire import codec
@@ -98,3 +100,18 @@ async def test_a_router_says_why_a_call_ended_that_it_could_not_write_to() -> No
     with pytest.raises(UnavailableError, match="closed the stream"):
         async with asyncio.timeout(5):
             await stream.run()
+
+
+async def test_the_span_of_a_sequence_that_is_refused_ends() -> None:
+    ended: list[bool] = []
+    sequence = SimpleNamespace(span=SimpleNamespace(end=lambda: ended.append(True)))
+
+    def full(_: object) -> None:
+        raise OverloadedError("full", 1.0)
+
+    loop, intake = SimpleNamespace(submit=full), SimpleNamespace(accept=lambda *_: sequence)
+    stream = VerifierDecodeStream(loop, intake, "router", 1, 0.0)  # type: ignore[arg-type]
+    stream.submit(
+        verifier_pb2.SubmitSequence(handle=1, prompt_token_ids=[5], stopping=common_pb2.StoppingCriteria(max_tokens=9))
+    )
+    assert ended == [True]
