@@ -14,6 +14,7 @@ import numpy as np
 
 from treeserve_core.outcome import PositionLogProbs
 from treeserve_core.sampling import SamplingParams
+from treeserve_engine.largest import find_largest
 from treeserve_engine.noisy_argmax import DoubleArray, IdArray, blocks, noisy_argmax, weights
 from treeserve_engine.processors import BoolArray, FloatArray, TokenContext, processed_logits
 
@@ -106,12 +107,12 @@ def position_log_probs(
 
 def _checked_argmax(logits: FloatArray) -> int:
     """The id of the largest logit. Raises NonFiniteLogitsError if one is NaN or infinite."""
-    best = int(logits.argmax())  # of a NaN, if there is one; so is the smallest
-    if not (math.isfinite(logits[best]) and math.isfinite(np.minimum.reduce(logits))):
+    largest = find_largest(logits, 1)
+    if largest is None:
         finite = np.isfinite(logits)
         first = int(np.argmin(finite))
         raise NonFiniteLogitsError(f"{finite.size - finite.sum()} logits are not finite; id {first}: {logits[first]}")
-    return best
+    return largest[0]
 
 
 def _kept_ids(logits: FloatArray, params: SamplingParams) -> IdArray | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from treeserve_kernels.cpu.build import find_compiler
 from treeserve_kernels.cpu.library import LIBRARY_VARIABLE, is_built, library_path
+from treeserve_kernels.shared_object import find_compiler
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native decoder is not built")
 
@@ -52,7 +52,7 @@ def test_other_files_are_refused(tmp_path):
 
 def test_one_of_another_version_is_refused(tmp_path):
     source, older = tmp_path / "older.cpp", tmp_path / "older.so"
-    source.write_text('extern "C" int ts_abi_version() { return 3; }')
+    source.write_text('extern "C" int ts_abi_version() { return 4; }')
     subprocess.run([*find_compiler(), "-shared", "-fPIC", str(source), "-o", str(older)], check=True)
     built, reason = load_elsewhere(older)
-    assert built == "False" and "has interface version 3 instead of 4; build it anew" in reason
+    assert built == "False" and "has interface version 4 instead of 5; build it anew" in reason

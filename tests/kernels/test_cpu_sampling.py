@@ -1,4 +1,5 @@
-"""Rivals found natively: the chosen token is that of the whole noise in numpy, on every instruction set."""
+"""What is looked up in logits natively, on every instruction set: the largest, and rivals, of which the chosen token is
+that of the whole noise in numpy."""
 
 from __future__ import annotations
 
@@ -256,3 +257,27 @@ class TestRefused:
     def test_an_unknown_instruction_set(self) -> None:
         with pytest.raises(ValueError, match="this CPU does not run 'abacus'"):
             sampling.find_rivals(np.zeros(3, np.float32), None, 1.0, 0, 0, isa="abacus")
+
+
+@pytest.mark.parametrize("size", (*SMALL, 127, 128, 129, 1025, 49157))
+def test_the_largest_are_those_of_a_full_sort(isa, size):
+    rng = np.random.default_rng(size)
+    for _ in range(20):
+        x = np.nan_to_num(some_logits(size, rng))
+        order = np.argsort(-x, kind="stable")
+        for num in {1, min(8, size), min(64, size)}:
+            assert sampling.find_largest(x, num, isa=isa) == order[:num].tolist()
+
+
+def test_no_largest_among_what_is_not_finite(isa):
+    for place in (0, 63, 64, 500, 511, 512, 519):
+        for value in (np.nan, np.inf, -np.inf):
+            x = np.linspace(0, 1, 520, dtype=np.float32)
+            x[place] = value
+            assert sampling.find_largest(x, 8, isa=isa) is None
+
+
+@pytest.mark.parametrize("num", [0, -1, 65, 101])
+def test_as_many_largest_as_there_are(num):
+    with pytest.raises(ValueError, match=f"{num} of the largest of 100 values"):
+        sampling.find_largest(np.zeros(100, np.float32), num)

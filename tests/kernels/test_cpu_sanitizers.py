@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from treeserve_kernels.cpu.build import build, find_compiler
+from treeserve_kernels.cpu.build import build
 from treeserve_kernels.cpu.library import LIBRARY_VARIABLE, is_built
+from treeserve_kernels.shared_object import find_compiler
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native decoder is not built")
 

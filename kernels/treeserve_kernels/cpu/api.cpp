@@ -93,3 +93,10 @@ TsStatus ts_find_rivals(const char* isa, int64_t count, const float* values, con
         *num_rivals = treeserve::find_rivals(treeserve::find_kernels(isa), draw, rivals);
     });
 }
+
+TsStatus ts_find_largest(const char* isa, int64_t count, const float* values, int64_t num, int64_t* largest,
+                         int32_t* all_finite) {
+    return guarded([&] {
+        *all_finite = treeserve::find_largest(treeserve::find_kernels(isa), count, values, num, largest);
+    });
+}

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 4
+#define TS_ABI_VERSION 5
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -118,6 +118,11 @@ TS_EXPORT TsStatus ts_find_rivals(const char* isa, int64_t count, const float* v
                                   uint64_t seed, int64_t position,
                                   int64_t* rivals,  // [count]
                                   int64_t* num_rivals);
+
+// Indices of the `num` largest values, the largest first, of equal ones the first. num: [1, 64], at most count.
+TS_EXPORT TsStatus ts_find_largest(const char* isa, int64_t count, const float* values, int64_t num,
+                                   int64_t* largest,     // [num], left alone if some value is not finite
+                                   int32_t* all_finite);
 
 #ifdef __cplusplus
 }

@@ -18,6 +18,7 @@ constexpr Kernels kernel_table(const char* name) {
         .write_key_value = write_key_value,
         .attend = attend,
         .largest_value = largest_value,
+        .find_largest = find_largest,
         .find_candidates = find_candidates,
     };
 }

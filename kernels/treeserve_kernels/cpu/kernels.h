@@ -128,10 +128,10 @@ struct AttentionScratch {
     int64_t score_stride;
 };
 
-// A token that may win, as far as a scan can tell.
+// A token that may win, as far as a scan can tell, or one of the largest values.
 struct Candidate {
     int32_t index;
-    float score;  // infinite where the scan cannot tell
+    float score;  // the value; of a scan infinite where it cannot tell
 };
 
 // Part of the logits, to be looked through for tokens that may win the argmax of value / T + noise.
@@ -172,6 +172,9 @@ struct Kernels {
     void (*attend)(const AttentionCall& call, const AttentionTask& task, const AttentionScratch& scratch);
     // NaN if a value is NaN or +inf.
     float (*largest_value)(const float* values, int64_t count);
+    // The `num` largest of at least as many values, the largest first, of equal ones the first. False if some are not
+    // finite: what is written says nothing then.
+    bool (*find_largest)(const float* values, int64_t count, int num, Candidate* out);
     // Raises the scan's leader and returns how many candidates it wrote, in order; `out` has room for `count`.
     int64_t (*find_candidates)(RivalScan& scan, Candidate* out);
 };

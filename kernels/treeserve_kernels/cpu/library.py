@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +11,11 @@ import numpy as np
 
 from treeserve_kernels.cpu import structures as c
 from treeserve_kernels.cpu.build import LIBRARY_NAME
+from treeserve_kernels.shared_object import load_shared_object
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 _ANYTHING = ctypes.c_char * 0  # fits at the beginning of any buffer
 
@@ -51,27 +51,9 @@ def load() -> ctypes.CDLL:
     Raises:
         OSError: if it is missing, does not load, or belongs to another version of this package.
     """
-    path = library_path()
-    try:
-        _check_whole(path)
-        library = ctypes.CDLL(str(path))
-        found = library.ts_abi_version()
-    except (OSError, AttributeError) as error:
-        raise OSError(f"{path} does not load ({error}); build it: python -m treeserve_kernels.cpu.build") from error
-    if found != _ABI_VERSION:
-        raise OSError(f"{path} has interface version {found} instead of {_ABI_VERSION}; build it anew")
+    library = load_shared_object(library_path(), "ts_abi_version", _ABI_VERSION, "treeserve_kernels.cpu.build")
     _declare(library)
     return library
-
-
-def _check_whole(path: Path) -> None:
-    """Raise OSError for a file cut short, of which the loader would map pages that are not there: a fatal signal."""
-    with path.open("rb") as file:
-        header, size = file.read(64), file.seek(0, os.SEEK_END)
-    if len(header) == 64 and header.startswith(b"\x7fELF\x02"):
-        table, entry_bytes, entries = struct.unpack_from("<40xQ10xHH", header)
-        if size < table + entry_bytes * entries:  # the table of sections comes last
-            raise OSError("it is cut short")
 
 
 def check(status: int) -> None:
@@ -116,6 +98,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "ts_kv_save": (int32, (pointer, int64, pointer)),
         "ts_kv_load": (int32, (pointer, int64, pointer)),
         "ts_linear_apply": (int32, (linear, text, int64, pointer, pointer)),
+        "ts_find_largest": (int32, (text, int64, pointer, int64, ctypes.POINTER(int64), ctypes.POINTER(int32))),
         "ts_find_rivals": (int32, (text, int64, pointer, pointer, float64, uint64, int64, pointer, count)),
     }
     for name, (result, arguments) in signatures.items():

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kScanTokens = 1024;
+constexpr int64_t kMostLargest = 64;
 // How far rivals may be behind the best. Scores that matter are below 64, and both here and in numpy the sum of three
 // roundings and two logarithms puts them less than 2^-40 off: this is ample for any library's logarithm.
 constexpr double kMargin = 0x1p-10;
@@ -67,6 +68,15 @@ int64_t find_rivals(const Kernels& kernels, const Draw& draw, int64_t* rivals) {
         if (scores[i] >= cut) rivals[count++] = candidates[i].index;
     }
     return count;
+}
+
+bool find_largest(const Kernels& kernels, int64_t count, const float* values, int64_t num, int64_t* largest) {
+    require(count >= 1 && count <= kMostTokens, count, " values, outside [1, ", kMostTokens, "]");
+    require(num >= 1 && num <= std::min(count, kMostLargest), num, " of the largest of ", count, " values");
+    Candidate found[kMostLargest];
+    if (!kernels.find_largest(values, count, static_cast<int>(num), found)) return false;
+    for (int64_t i = 0; i < num; ++i) largest[i] = found[i].index;
+    return true;
 }
 
 }  // namespace treeserve

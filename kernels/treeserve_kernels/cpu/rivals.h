@@ -1,4 +1,4 @@
-// Finding the tokens that can win a draw.
+// Finding the most probable tokens, and those that can win a draw.
 #pragma once
 
 #include <cstdint>
@@ -19,5 +19,8 @@ struct Draw {
 
 // Throws std::invalid_argument for what api.h does not allow.
 int64_t find_rivals(const Kernels& kernels, const Draw& draw, int64_t* rivals);
+
+// False if a value is not finite. Throws likewise.
+bool find_largest(const Kernels& kernels, int64_t count, const float* values, int64_t num, int64_t* largest);
 
 }  // namespace treeserve

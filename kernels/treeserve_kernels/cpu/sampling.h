@@ -32,6 +32,40 @@ inline float largest_value(const float* values, int64_t count) {
     return zero == 0.0f ? best : __builtin_nanf("");
 }
 
+inline bool find_largest(const float* values, int64_t count, int num, Candidate* out) {
+    constexpr int kChains = 4;
+    Floats zeros[kChains];  // become NaN by what is not finite
+    for (Floats& zero : zeros) zero = broadcast(0.0f);
+    float zero = 0.0f;
+    int found = 0;
+    const auto insert = [&](int64_t index, float value) {
+        if (found == num && !(value > out[num - 1].score)) return;
+        int place = found < num ? found++ : num - 1;
+        for (; place > 0 && value > out[place - 1].score; --place) out[place] = out[place - 1];
+        out[place] = {static_cast<int32_t>(index), value};
+    };
+    int64_t i = 0;
+    for (; i < count && (found < num || i % (kChains * kLanes)); ++i) {
+        zero += values[i] * 0.0f;
+        insert(i, values[i]);
+    }
+    for (; i + kChains * kLanes <= count; i += kChains * kLanes) {
+        Floats v[kChains];
+        for (int j = 0; j < kChains; ++j) {
+            v[j] = load(values + i + j * kLanes);
+            zeros[j] = add(zeros[j], multiply(v[j], broadcast(0.0f)));
+        }
+        const Floats most = maximum(maximum(v[0], v[1]), maximum(v[2], v[3]));
+        if (!at_least(most, broadcast(out[num - 1].score))) [[likely]] continue;
+        for (int64_t k = i; k < i + kChains * kLanes; ++k) insert(k, values[k]);
+    }
+    for (; i < count; ++i) {
+        zero += values[i] * 0.0f;
+        insert(i, values[i]);
+    }
+    return zero + sum(add(add(zeros[0], zeros[1]), add(zeros[2], zeros[3]))) == 0.0f;
+}
+
 // 16 tokens of a scan.
 //
 // 1 - U is within [n - 1, n) / 2^31, and log2 n is read off its bits, the mantissa's logarithm taken for linear: at

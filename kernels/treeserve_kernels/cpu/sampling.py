@@ -1,4 +1,4 @@
-"""Looking through logits natively for the tokens that can win a draw."""
+"""Looking through logits natively for the largest, and for the tokens that can win a draw."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ Int64Array = npt.NDArray[np.int64]
 
 # Temperatures that `find_rivals` takes.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-100, 2.0**100
+MOST_LARGEST = 64  # that `find_largest` finds
+
+
+def find_largest(values: Float32Array, num: int, *, isa: str | None = None) -> list[int] | None:
+    """Indices of the largest values, the largest first, the lowest index first among equals.
+
+    Args:
+        values: float32[n], contiguous.
+        num: how many, from 1 to n and `MOST_LARGEST`.
+        isa: one of `library.isas()`; the best by default.
+
+    Returns:
+        None if a value is NaN or infinite.
+
+    Raises:
+        ValueError: for arguments that are not so.
+    """
+    largest, all_finite = (ctypes.c_int64 * max(num, 0))(), ctypes.c_int32()
+    where = array_address("values", values, np.float32, (values.size,))
+    library.check(library.load().ts_find_largest(_name(isa), values.size, where, num, largest, all_finite))
+    return list(largest) if all_finite.value else None
 
 
 def find_rivals(
