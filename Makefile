@@ -10,7 +10,9 @@ CHART_TOOLS := .tools/helm
 KERNELS ?=
 PEERS := .tools/peers
 CPU_KERNELS := kernels/treeserve_kernels/cpu
-NATIVE := $(CPU_KERNELS)/libtreeserve_cpu.so
+DRAFTING := services/speculator/treeserve_speculator/native
+NATIVE := $(CPU_KERNELS)/libtreeserve_cpu.so $(DRAFTING)/libtreeserve_drafting.so
+COMPILED_BY := setup.py kernels/treeserve_kernels/shared_object.py
 PACKAGES := treeserve_core treeserve_wire treeserve_text treeserve_kernels treeserve_engine treeserve_client \
 	treeserve_cli treeserve_router treeserve_verifier treeserve_speculator treeserve_training treeserve_simulator
 PIP_COMPILE := CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/pip-compile pyproject.toml --quiet --generate-hashes \
@@ -34,8 +36,11 @@ $(INSTALLED): requirements/treeserve.lock pyproject.toml
 	@touch $@
 
 # Without a compiler everything still runs, on torch alone: the default is float32 then instead of int8.
-$(NATIVE): setup.py $(wildcard $(CPU_KERNELS)/*.cpp $(CPU_KERNELS)/*.h $(CPU_KERNELS)/build.py) | $(INSTALLED)
+$(CPU_KERNELS)/libtreeserve_cpu.so: $(COMPILED_BY) $(wildcard $(CPU_KERNELS)/*.cpp $(CPU_KERNELS)/*.h $(CPU_KERNELS)/build.py) | $(INSTALLED)
 	@$(BIN)/python -m treeserve_kernels.cpu.build || echo "going on without the native int8 kernels"
+
+$(DRAFTING)/libtreeserve_drafting.so: $(COMPILED_BY) $(wildcard $(DRAFTING)/*.cpp $(DRAFTING)/*.h $(DRAFTING)/build.py $(CPU_KERNELS)/noise.h) | $(INSTALLED)
+	@$(BIN)/python -m treeserve_speculator.native.build || echo "going on without native drafting: it is slower in Python"
 
 $(MODEL): requirements/assets.lock | $(INSTALLED)
 	$(BIN)/python requirements/fetch_assets.py $(CACHE)

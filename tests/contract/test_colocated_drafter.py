@@ -11,6 +11,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.colocated import ColocatedDrafter
+from treeserve_speculator.native_drafter import NativeDrafter
 
 LOOPING = [10, 20, 30, 10, 20, 30, 10, 20, 30, 10]
 SOURCES = ("ngram", "suffix")
@@ -67,10 +68,11 @@ async def test_one_that_raises_costs_nothing_but_speed(
     async with running_verifier(tiny_model, tmp_path, colocated_sources=SOURCES) as running:
         async with RouterPeer(running.address) as router:
             plain = await router.generate(1, LOOPING, speculate=False)
-            if method == "a wrong tree":
-                monkeypatch.setattr(ColocatedDrafter, "draft", drafts_for_a_stranger)
-            else:
-                monkeypatch.setattr(ColocatedDrafter, method, property(fails) if method == "is_due" else fails)
+            for drafter in (ColocatedDrafter, NativeDrafter):  # whichever could be built
+                if method == "a wrong tree":
+                    monkeypatch.setattr(drafter, "draft", drafts_for_a_stranger)
+                else:
+                    monkeypatch.setattr(drafter, method, property(fails) if method == "is_due" else fails)
             outputs = [await router.generate(handle, LOOPING) for handle in (2, 3, 4)]
         assert [output.token_ids for output in outputs] == [plain.token_ids] * 3
         assert calls == [method], "it is not called again"

@@ -21,9 +21,13 @@ from treeserve_speculator.config import CHEAP_SOURCES, TRAINED, SpeculatorConfig
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.main import build_drafter
 from treeserve_speculator.metrics import SpeculatorMetrics
+from treeserve_speculator.native.library import is_built
+from treeserve_speculator.native_drafter import NativeDrafter
 from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import SourceSettings
+from treeserve_speculator.sources.ngram_table import NgramTableSource
+from treeserve_speculator.sources.ngram_table_file import NgramTable
 from treeserve_speculator.sources.registry import source_names
 
 
@@ -106,8 +110,8 @@ def build(
     max_nodes: int,
     max_depth: int,
     registry: CollectorRegistry,
-) -> ColocatedDrafter | None:
-    """A drafter with these sources; None if there are none.
+) -> ColocatedDrafter | NativeDrafter | None:
+    """A drafter with these sources, in C++ where that was built; None if there are none.
 
     Args:
         identity, model_folder: of the target.
@@ -135,9 +139,23 @@ def build(
     names = _cheap(config, identity)
     if not names:
         return None
-    metrics = SpeculatorMetrics(registry)
+    metrics, limits = SpeculatorMetrics(registry), TreeLimits(config.max_nodes, max_depth)
     drafter = build_drafter(replace(config, sources=names), identity, metrics)
-    return ColocatedDrafter(drafter, TreeLimits(max_nodes, max_depth), metrics)
+    if is_built():
+        return NativeDrafter(
+            names,
+            _table(drafter),
+            vocab_size=identity.vocab_size,
+            eos_token_ids=identity.eos_token_ids,
+            limits=limits,
+            metrics=metrics,
+        )
+    return ColocatedDrafter(drafter, limits, metrics)
+
+
+def _table(drafter: Drafter) -> NgramTable | None:
+    """Of the source that has one."""
+    return next((source.table for source in drafter.sources if isinstance(source, NgramTableSource)), None)
 
 
 def _cheap(config: SpeculatorConfig, identity: ModelIdentity) -> tuple[str, ...]:

@@ -161,9 +161,14 @@ def write_table(
 
 
 class NgramTable:
-    """A table of a file. The arrays are memory views: one number out of them costs a tenth of what numpy's do."""
+    """A table of a file. It looks through memory views: one number out of them costs a tenth of what numpy's do.
+
+    Attributes:
+        arrays: the file's, by name (`write_table`).
+    """
 
     def __init__(self, items: Mapping[str, Any]) -> None:
+        self.arrays: Mapping[str, npt.NDArray[Any]] = {k: v for k, v in items.items() if isinstance(v, np.ndarray)}
         self.identity = TableIdentity(items["tokenizer_hash"], items["vocab_size"])
         self.max_order: int = items["max_order"]
         self.calibration = Calibration(*items["calibration"].tolist())

@@ -1,0 +1,69 @@
+// The C interface: turns exceptions into statuses.
+#include "drafting.h"
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "drafter.h"
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Function>
+TsDraftStatus guarded(Function function) {
+    try {
+        function();
+        return TS_DRAFT_OK;
+    } catch (const std::invalid_argument& error) {
+        last_error = error.what();
+        return TS_DRAFT_INVALID_ARGUMENT;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+        return TS_DRAFT_INTERNAL;
+    }
+}
+
+}  // namespace
+
+int32_t ts_drafting_abi_version() { return TS_DRAFTING_ABI_VERSION; }
+
+const char* ts_drafting_last_error() { return last_error.c_str(); }
+
+TsDraftStatus ts_drafter_create(const TsDraftingConfig* config, TsDrafter** drafter) {
+    return guarded([&] { *drafter = new TsDrafter(*config); });
+}
+
+void ts_drafter_destroy(TsDrafter* drafter) { delete drafter; }
+
+TsDraftStatus ts_drafter_assign(TsDrafter* drafter, int64_t handle, const TsDraftSequence* sequence) {
+    return guarded([&] { drafter->assign(handle, *sequence); });
+}
+
+TsDraftStatus ts_drafter_commit(TsDrafter* drafter, int64_t handle, int32_t base_len,
+                                          const int32_t* token_ids, int32_t count) {
+    return guarded([&] { drafter->commit(handle, base_len, token_ids, count); });
+}
+
+TsDraftStatus ts_drafter_release(TsDrafter* drafter, int64_t handle) {
+    return guarded([&] { drafter->release(handle); });
+}
+
+TsDraftStatus ts_drafter_remember(TsDrafter* drafter, int64_t handle, int32_t position, const int32_t* top,
+                                  int32_t rows, int32_t width) {
+    return guarded([&] { drafter->remember(handle, position, top, rows, width); });
+}
+
+TsDraftStatus ts_drafter_draft(TsDrafter* drafter, int64_t handle, int32_t budget, double node_price,
+                               TsDraftTree* tree) {
+    return guarded([&] { *tree = drafter->draft(handle, budget, node_price); });
+}
+
+TsDraftStatus ts_drafter_learn(TsDrafter* drafter) {
+    return guarded([&] { drafter->learn(); });
+}
+
+void ts_drafter_counts(const TsDrafter* drafter, TsSourceCounts* counts) {
+    for (const TsSourceCounts& count : drafter->counts()) *counts++ = count;
+}
