@@ -1,4 +1,4 @@
-"""The options by which a command gets in at a router: its API key and its TLS files."""
+"""The options by which a command gets in at a router: its address, an API key and TLS files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from treeserve_client import TLS
 
+DEFAULT_ADDRESS = "localhost:50051"
 API_KEY_VARIABLE = "TREESERVE_API_KEY"
 
 
@@ -16,6 +17,7 @@ def _file(flag: str, variable: str, text: str) -> object:
     return typer.Option(flag, envvar=variable, help=text, exists=True, dir_okay=False, readable=True)
 
 
+Address = Annotated[str, typer.Option("--address", help="gRPC address of the router, or of several: A,B.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar=API_KEY_VARIABLE, help="For a router that wants one.")]
 CaFile = Annotated[
     Path | None,
@@ -28,7 +30,7 @@ KeyFile = Annotated[Path | None, _file("--key-file", "TREESERVE_KEY_FILE", "Its 
 
 
 class Access(TypedDict, total=False):
-    """What `Client` takes of it."""
+    """What `Client` takes of it, beside the address."""
 
     api_key: str
     tls: TLS

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from treeserve_cli.layout import ClusterConfig
+from treeserve_cli.messages import failed, tell
 from treeserve_core.errors import TreeserveError
 
 app = typer.Typer(help="Texts to draft from.", no_args_is_help=True)
@@ -35,16 +35,12 @@ def build(
     from treeserve_text.tokenizer import Tokenizer
     from treeserve_training.corpus import build_corpus
 
-    def tell(message: object) -> None:
-        print(f"treeserve: {message}", file=sys.stderr, flush=True)
-
     config = ClusterConfig(model=model)
     try:
         folder = prepare_checkpoint(config.model_source, config.cache_dir, tell)
         summary = build_corpus(inputs, Tokenizer.from_folder(folder), out, tell)
     except (TreeserveError, OSError) as error:
-        tell(error)
-        raise typer.Exit(1) from None
+        raise failed(error) from None
     if summary.skipped:
         tell(f"skipped {len(summary.skipped)} files that are not UTF-8, {summary.skipped[0]} the first")
     size_mb = out.stat().st_size / 1e6

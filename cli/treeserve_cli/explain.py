@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from dataclasses import asdict
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from treeserve_cli.access import Access
+from treeserve_cli.access import DEFAULT_ADDRESS, Access, Address, ApiKey, CaFile, CertFile, KeyFile, access
+from treeserve_cli.messages import failed_call, tell
 from treeserve_client import Client, Decision, Explanation, NotFound, PlacementCost, TreeserveClientError
 
 
-def explanations(addresses: str, request_id: str, access: Access, tell: Callable[[str], None]) -> list[Explanation]:
-    """What each router knows of a request.
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As `generate --json`, `Started` or an HTTP answer named it.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each router that knows it.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Tell why a request waited and where it ran. Each router knows its own part: --address takes several."""
+    try:
+        known = _explanations(address, request_id, access(api_key, ca_file, cert_file, key_file))
+    except TreeserveClientError as error:
+        raise failed_call(error, address) from None
+    for explanation in known:
+        if as_json:
+            print(json.dumps(asdict(explanation)))
+        else:
+            Console().print(_table(explanation))
+
+
+def _explanations(addresses: str, request_id: str, credentials: Access) -> list[Explanation]:
+    """What each router knows of a request. Those that cannot be asked are told, if others know it.
 
     Args:
         addresses: of routers, separated by commas.
-        access: how to get in at each of them.
-        tell: takes lines about routers that cannot be asked, if others know the request.
+        credentials: how to get in at each of them.
 
     Raises:
         TreeserveClientError: if none of them knows it; NotFound only if all could be asked.
@@ -25,7 +52,7 @@ def explanations(addresses: str, request_id: str, access: Access, tell: Callable
     known: list[Explanation] = []
     errors: dict[str, TreeserveClientError] = {}
     for address in addresses.split(","):
-        with Client(address, **access) as client:
+        with Client(address, **credentials) as client:
             try:
                 known.append(client.explain(request_id))
             except TreeserveClientError as error:
@@ -38,7 +65,7 @@ def explanations(addresses: str, request_id: str, access: Access, tell: Callable
     return known
 
 
-def explanation_table(explanation: Explanation) -> Table:
+def _table(explanation: Explanation) -> Table:
     """One row for each decision; times are seconds after the first."""
     table = Table(
         Column("after", justify="right", no_wrap=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from treeserve_cli.layout import ClusterConfig
+from treeserve_cli.messages import failed, tell
 from treeserve_core.errors import TreeserveError
-from treeserve_engine.made_once import default_cache_dir
 
 if TYPE_CHECKING:
     from treeserve_simulator.systems import Cluster
@@ -90,11 +89,11 @@ def run(
     cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
     asked = _guarded(lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed))
     if records is not None:
-        _guarded(lambda: records.open("a").close())  # found now, not after the run; old ones stay till then
+        _guarded(lambda: _check_writable(records))
     reports, lines = [], []
     for each in systems:
         outcome = _guarded(partial(simulate, asked, cluster, each, seed))
-        _tell(f"{each.name}: {outcome.simulated_s:.0f} s in {outcome.cpu_s:.1f} s")
+        tell(f"{each.name}: {outcome.simulated_s:.0f} s in {outcome.cpu_s:.1f} s")
         reports.append(report(outcome, cluster.policies))
         lines += [{"system": each.name, **record.to_json()} for record in outcome.records]
     if as_json:
@@ -116,9 +115,9 @@ def calibrate(
     """Measure what forward passes cost on this machine, which should do nothing else meanwhile."""
     from treeserve_simulator.calibration import calibrate as measure
 
-    cache_dir = Path(os.environ.get("TREESERVE_CACHE", default_cache_dir()))
-    config = ClusterConfig(model=model, cache_dir=cache_dir)
-    measured = _guarded(lambda: measure(config.model_source, cache_dir, threads, _tell))
+    config = ClusterConfig(model=model)
+    _guarded(lambda: _check_writable(out))
+    measured = _guarded(lambda: measure(config.model_source, config.cache_dir, threads, tell))
     _guarded(lambda: measured.write(out))
     print(f"{out}: {measured.origin}")
 
@@ -151,7 +150,7 @@ def _draw(requests: int, rate: float, pattern: str, mix: str, seed: int) -> list
     from treeserve_simulator.options import MIXES
 
     if pattern not in list(Pattern) or mix not in MIXES:
-        raise _failed(f"no such pattern or mix: {pattern}, {mix}; there are {', '.join([*Pattern, *MIXES])}")
+        raise failed(f"no such pattern or mix: {pattern}, {mix}; there are {', '.join([*Pattern, *MIXES])}")
     peak = 2.0 if pattern == Pattern.DIURNAL else 3.0
     return draw_trace(Arrivals(requests, rate, MIXES[mix], Pattern(pattern), peak=peak), seed)
 
@@ -171,18 +170,17 @@ def _cluster(machine: Path | None, verifiers: int, targets: list[str] | None, se
     )
 
 
+def _check_writable(path: Path) -> None:
+    """Raise OSError if a file cannot be written: asked before long work. It stays as it was, or away."""
+    is_new = not os.path.lexists(path)
+    path.open("a").close()
+    if is_new:
+        path.unlink()
+
+
 def _guarded(work: Callable[[], T]) -> T:
     """What `work` returns; an expected error ends the command with its message."""
     try:
         return work()
     except (TreeserveError, OSError, ValueError) as error:
-        raise _failed(error) from None
-
-
-def _tell(message: object) -> None:
-    print(f"treeserve: {message}", file=sys.stderr, flush=True)
-
-
-def _failed(message: object) -> typer.Exit:
-    _tell(message)
-    return typer.Exit(1)
+        raise failed(error) from None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeserve_core.errors import InvalidArgumentError
 from treeserve_simulator.percentiles import percentiles
 from treeserve_simulator.record import Record
 from treeserve_simulator.simulation import simulate
 from treeserve_simulator.systems import Cluster, System
 from treeserve_simulator.trace import TraceRequest
 
-QUANTITIES = tuple((name, f"p{q}") for name in ("ttft_ms", "tpot_ms") for q in (50, 95))
+LATENCIES = ("ttft_ms", "tpot_ms")
+QUANTITIES = tuple((name, f"p{q}") for name in LATENCIES for q in (50, 95))
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,13 @@ def predict(measured: Sequence[Mapping[str, Any]], cluster: Cluster, system: Sys
         measured: lines of the run, in any order.
 
     Raises:
-        InvalidArgumentError: if a line is no request.
-        ValueError: if no request has a latency.
+        InvalidArgumentError: if a line is no request, or a latency no duration.
+        ValueError: if no request has a latency, or one that is compared was measured as 0.
     """
-    lines = sorted(measured, key=lambda line: float(line.get("at_s", 0.0)))
-    trace = [TraceRequest.from_json(line) for line in lines]
-    return compare(lines, simulate(trace, cluster, system).records)
+    requests = [(TraceRequest.from_json(line), {name: _latency(line, name) for name in LATENCIES}) for line in measured]
+    requests.sort(key=lambda each: each[0].at_s)
+    predicted = simulate([request for request, _ in requests], cluster, system).records
+    return compare([latencies for _, latencies in requests], predicted)
 
 
 def compare(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Record]) -> list[Comparison]:
@@ -52,20 +56,39 @@ def compare(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Record]) 
         predicted: the records of the same requests, in the same order.
 
     Raises:
-        ValueError: if these are not the same requests, or none of them has a latency.
+        InvalidArgumentError: if a latency is no duration.
+        ValueError: if these are not the same requests, none of them has a latency, or one was measured as 0.
     """
     if len(measured) != len(predicted):
         raise ValueError(f"{len(measured)} requests were measured and {len(predicted)} predicted")
     comparisons = []
     for name, percentile in QUANTITIES:
         pairs = [
-            (float(line[name]), value)
+            (ours, theirs)
             for line, record in zip(measured, predicted, strict=True)
-            if line.get(name) is not None and (value := getattr(record, name)) is not None
+            if (ours := _latency(line, name)) is not None and (theirs := getattr(record, name)) is not None
         ]
         if not pairs:
             raise ValueError(f"no request has a {name}")
         ours, theirs = (percentiles(pair[side] for pair in pairs)[percentile] for side in (0, 1))
         assert ours is not None and theirs is not None  # there are pairs
+        if ours == 0.0:
+            raise ValueError(f"{name} {percentile} was measured as 0: there is no relative error")
         comparisons.append(Comparison(f"{name} {percentile}", ours, theirs))
     return comparisons
+
+
+def _latency(line: Mapping[str, Any], name: str) -> float | None:
+    """Milliseconds; None if there are none. Raises InvalidArgumentError for what is no duration."""
+    value = line.get(name)
+    if value is None:
+        return None
+    try:
+        milliseconds = float(value)
+    except (OverflowError, TypeError, ValueError):
+        milliseconds = math.nan
+    if not (math.isfinite(milliseconds) and milliseconds >= 0):
+        raise InvalidArgumentError(
+            "trace", f"{name} must be a number of milliseconds, not negative; the line is {dict(line)}"
+        )
+    return milliseconds

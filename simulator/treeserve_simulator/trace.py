@@ -68,7 +68,7 @@ class TraceRequest:
                 kind=str(record.get("kind", "")),
                 session=str(record.get("session", "")),
             )
-        except (InvalidArgumentError, TypeError, ValueError) as error:
+        except (InvalidArgumentError, OverflowError, TypeError, ValueError) as error:
             raise InvalidArgumentError("trace", f"{error}; the line is {dict(record)}") from None
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (RecursionError, ValueError):
             record = None
         if not isinstance(record, dict):
             raise InvalidArgumentError("trace", f"line {number} of {path} is no JSON object")

@@ -239,6 +239,41 @@ async def test_what_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", chat(messages=[{"role": "assistant", "content": None}]), "messages[0].content: "),
+        ("chat/completions", chat(messages=[{"role": None, "content": "x"}]), "messages[0].role: "),
+        (
+            "chat/completions",
+            chat(messages=[{"role": "user", "content": [{"type": "text", "text": None}]}]),
+            "messages[0].content[0].text: ",
+        ),
+        ("chat/completions", chat(messages=[None]), "messages[0]: "),
+        ("chat/completions", chat(messages=None), "messages: "),
+        (
+            "chat/completions",
+            chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": None}}),
+            "response_format.json_schema.schema: ",
+        ),
+        ("completions", completion(prompt=None), "prompt: "),
+        ("completions", completion(stop=["a", None]), "stop[1]: "),
+    ],
+)
+async def test_a_null_where_something_is_needed_is_told_as_one(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], message: str
+) -> None:
+    response = await http.post(f"/v1/{path}", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"] == f"{message}must not be null"
+
+
+async def test_a_null_content_beside_tool_calls_is_not_what_is_refused(http: httpx.AsyncClient) -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    response = await http.post("/v1/chat/completions", json=chat(messages=[calling]))
+    assert response.json()["error"]["message"] == "messages[0].tool_calls: is not supported"
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

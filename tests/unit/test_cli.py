@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from treeserve_cli import __main__ as entry
-from treeserve_cli import main
+from treeserve_cli import generate, main, models, up
 from treeserve_cli.cluster import ClusterError
 from treeserve_client import (
     Chunk,
@@ -91,7 +91,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
     class Fresh(FakeClient):
         pass
 
-    monkeypatch.setattr(main, "Client", Fresh)
+    for command in (generate, models):
+        monkeypatch.setattr(command, "Client", Fresh)
     return Fresh
 
 
@@ -237,9 +238,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCluster]]:
     def interrupt() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(main, "LocalCluster", Fresh)
-    monkeypatch.setattr(main, "_until_interrupted", interrupt)
-    monkeypatch.setattr(main, "run_demo", lambda *_args: interrupt())
+    monkeypatch.setattr(up, "LocalCluster", Fresh)
+    monkeypatch.setattr(up, "_until_interrupted", interrupt)
+    monkeypatch.setattr(up, "run_demo", lambda *_args: interrupt())
     before = signal.signal(signal.SIGTERM, lambda *_args: pytest.fail("SIGTERM has no handler"))
     yield Fresh
     signal.signal(signal.SIGTERM, before)
@@ -293,11 +294,15 @@ def help_of(command: str) -> str:
     return " ".join(result.stdout.split())
 
 
-def test_up_help_lists_the_options_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREESERVE_CACHE", "my-cache")
+def test_up_help_lists_the_options() -> None:
     text = help_of("up")
     assert "--kv-tokens" in text and "Serve a model on this machine" in text
-    assert "($TREESERVE_CACHE) (default: my-cache)" in text
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "train"])
+def test_help_tells_the_cache_that_would_be_used(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREESERVE_CACHE", "my-cache")
+    assert "where converted models are kept ($TREESERVE_CACHE) (default: my-cache)" in help_of(command)
 
 
 def test_demo_help_is_its_own() -> None:
@@ -309,13 +314,15 @@ def test_demo_help_is_its_own() -> None:
 @pytest.mark.parametrize(
     "command", [["corpus", "build", "texts", "--out", "file"], ["simulate", "calibrate", "--out", "file"], ["train"]]
 )
+@pytest.mark.parametrize("named", [True, False])
 def test_a_default_model_that_nobody_fetched_is_explained(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TREESERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TREESERVE_CACHE", str(tmp_path / "treeserve") if named else "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = invoke(*command)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"no default model at {tmp_path}" in result.stderr and "`make setup` fetches it" in result.stderr
+    assert f"no default model at {tmp_path}/treeserve/" in result.stderr and "`make setup` fetches it" in result.stderr
 
 
 def test_version() -> None:
@@ -349,7 +356,7 @@ def test_ctrl_c_is_the_command_s_own_once_it_is_loaded(monkeypatch: pytest.Monke
 def test_a_signal_that_another_thread_took_ends_the_wait() -> None:
     script = """
 import signal, threading, time
-from treeserve_cli.main import _until_interrupted
+from treeserve_cli.up import _until_interrupted
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 other.start()

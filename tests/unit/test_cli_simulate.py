@@ -1,7 +1,8 @@
-"""`treeserve simulate run` where it cannot do as asked: one line says why, before anything is simulated if it can."""
+"""`treeserve simulate` where it cannot do as asked: one line says why, before anything long is begun if it can."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 from treeserve_cli.main import app
-from treeserve_simulator import simulation
+from treeserve_core.errors import InvalidArgumentError
+from treeserve_simulator import calibration, comparison, simulation
 
 FIFO = ("--requests", "3", "--system", "fifo")
+LINE: dict[str, Any] = {"at_s": 0.5, "prompt_tokens": 9, "output_tokens": 4, "ttft_ms": 60.0, "tpot_ms": 9.0}
 
 
 def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["simulate", "run", *arguments])
+    return _simulate("run", *arguments)
+
+
+def _simulate(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["simulate", *arguments])
 
 
 @pytest.fixture
@@ -24,6 +31,7 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("simulated before the options were checked")
 
     monkeypatch.setattr(simulation, "simulate", simulated)
+    monkeypatch.setattr(comparison, "simulate", simulated)
 
 
 @pytest.mark.usefixtures("no_simulation")
@@ -80,3 +88,71 @@ def test_old_records_are_kept_until_there_are_new_ones(tmp_path: Path, monkeypat
     assert records.read_text() == "old"
     assert invoke(*FIFO, "--records", str(records)).exit_code == 0
     assert len(records.read_text().splitlines()) == 3
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The models that `calibrate` set out to measure; none can be."""
+    models: list[Path] = []
+
+    def measure(model: Path, *_arguments: object) -> None:
+        models.append(model)
+        raise InvalidArgumentError("model", "cannot be measured")
+
+    monkeypatch.setattr(calibration, "calibrate", measure)
+    return models
+
+
+@pytest.mark.parametrize("out", ["nowhere/m.json", ""])
+def test_a_calibration_that_cannot_be_written_is_not_begun(tmp_path: Path, measured: list[Path], out: str) -> None:
+    refused = _simulate("calibrate", "--model", "m", "--out", str(tmp_path / out))
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+    assert str(tmp_path / out) in refused.stderr
+    assert measured == []
+
+
+def test_a_calibration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, measured: list[Path]) -> None:
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json"):
+        failed = _simulate("calibrate", "--model", "m", "--out", str(tmp_path / name))
+        assert (failed.exit_code, failed.stderr) == (1, "treeserve: model: cannot be measured\n")
+    assert measured == [Path("m")] * 2
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("at_s", "prompt_tokens", "ttft_ms", "tpot_ms") for value in ([1], {}, "x")),
+        *((name, value) for name in ("ttft_ms", "tpot_ms") for value in (float("nan"), float("inf"), 10**400, -1)),
+        ("at_s", None),
+        ("at_s", 10**400),
+        ("prompt_tokens", float("inf")),
+    ],
+    ids=lambda value: str(value)[:16],
+)
+def test_a_recorded_line_whose_value_is_no_number_of_its_kind(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (LINE, {**LINE, name: value})))
+    refused = _simulate("compare", str(tmp_path / "run.jsonl"))
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1), refused.exception
+    assert refused.stderr.startswith("treeserve: trace: ")
+    assert "; the line is {'at_s': " in refused.stderr
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize("text", ['{"at_s": ' + "[" * 100_000, "[1]"])
+def test_a_recorded_line_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.jsonl").write_text(text)
+    refused = _simulate("compare", str(tmp_path / "run.jsonl"))
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        f"treeserve: trace: line 1 of {tmp_path}/run.jsonl is no JSON object\n",
+    )
+
+
+def test_nothing_is_off_from_a_measured_zero_by_a_share(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps({**LINE, "tpot_ms": 0}))
+    refused = _simulate("compare", str(tmp_path / "run.jsonl"), "--system", "fifo")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "treeserve: tpot_ms p50 was measured as 0: there is no relative error\n"

@@ -120,7 +120,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         generate = explain = list_models
 
-    for module in ("main", "explain"):
+    for module in ("generate", "models", "explain"):
         monkeypatch.setattr(f"treeserve_cli.{module}.Client", Client)
     return made
 

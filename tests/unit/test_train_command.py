@@ -217,8 +217,11 @@ def test_the_command_reads_its_options(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked[0].target == tmp_path / "SmolLM2-135M-Instruct.gguf" and asked[0].name == "SmolLM2-135M-Instruct"
     assert invoke("--model", "some/folder", "--seed", "1").exit_code == 3
     assert asked[1].out_folder == Path("drafters/folder") and asked[1].work_folder == tmp_path / "drafting" / "folder"
+    (tmp_path / "train.yaml").write_text("cache_dir: of-the-file")
+    assert invoke("--model", "some/folder", "--config", str(tmp_path / "train.yaml")).exit_code == 0
+    assert asked[2].cache_dir == Path("of-the-file")
     failed = invoke("--seed", "2")
     assert failed.exit_code == 1 and "data: is bad" in failed.stderr
     for wrong in (["--ssms", "6"], ["--build", "magic"], ["--hard-weight", "2"], ["--epochs", "0"], ["stray"]):
         assert invoke(*wrong).exit_code == 2
-    assert len(asked) == 3
+    assert len(asked) == 4

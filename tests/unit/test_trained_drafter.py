@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from treeserve_engine.packed_weights import convert
 from treeserve_kernels.cpu import library
 from treeserve_speculator import drafter_files
 from treeserve_speculator.config import SpeculatorConfig
-from treeserve_speculator.drafter_files import MANIFEST, DrafterFolder, DrafterTarget, open_for_writing
+from treeserve_speculator.drafter_files import FOLDER_FIELD, MANIFEST, DrafterFolder, DrafterTarget, open_for_writing
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_speculator.sources.base import DraftSource, SourceSettings
 from treeserve_speculator.sources.growth import best_children
@@ -31,6 +31,7 @@ from treeserve_text.tokenizer import Tokenizer
 from treeserve_training.draft_vocabulary import DraftVocabulary
 from treeserve_training.ssm_export import drafter_target, export_ssm
 from treeserve_training.ssm_model import SsmModel
+from treeserve_verifier.config import VerifierConfig
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=9)
 PREFIX = (11, 12, 13)
@@ -198,6 +199,11 @@ def test_a_folder_for_something_else_is_refused(
     _change_manifest(copied, **changes)
     with pytest.raises(InvalidArgumentError, match=f"drafter_folder: .*{reason}"):
         _build(tiny_model, cache, "ssm", drafter_folder=copied)
+
+
+@pytest.mark.parametrize("config", [SpeculatorConfig, VerifierConfig])
+def test_errors_name_a_field_that_services_have(config: type[SpeculatorConfig | VerifierConfig]) -> None:
+    assert FOLDER_FIELD in {field.name for field in fields(config)}
 
 
 def test_damaged_and_foreign_files_are_refused(tiny_model: Path, copied: Path, tmp_path: Path, cache: Path) -> None:

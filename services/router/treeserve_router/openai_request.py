@@ -250,21 +250,32 @@ class ChatCompletionRequest(GenerationOptions):
 
 
 def _invalid_argument(error: ValidationError) -> InvalidArgumentError:
-    """The first fault; of a value that may be of several types, what is wrong by the one that got furthest."""
-    fault = max(error.errors(), key=lambda each: len(each["loc"]))
-    reason = "is not supported" if fault["type"] == "extra_forbidden" else fault["msg"]
+    """The first fault; of a value that may be of several types, what is wrong by the one that got furthest.
+
+    A null comes after others: it may only go with one, as the content of a message that calls tools.
+    """
+    fault = max(error.errors(), key=lambda each: (len(_path(each["loc"])), each["input"] is not None))
+    if fault["type"] == "extra_forbidden":
+        reason = "is not supported"
+    else:
+        reason = "must not be null" if fault["input"] is None else fault["msg"]
     return InvalidArgumentError(_place(fault["loc"]), reason)
 
 
 def _place(parts: Iterable[int | str]) -> str:
-    """As `messages[0].content`. Of several types that a value may be of, pydantic names the one it tried."""
+    """As `messages[0].content`."""
     text = ""
-    for part in parts:
+    for part in _path(parts):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part != "str" and "[" not in part:
+        else:
             text += f".{part}" if text else part
     return text
+
+
+def _path(parts: Iterable[int | str]) -> list[int | str]:
+    """Without types: of several that a value may be of, pydantic names the one it tried."""
+    return [part for part in parts if isinstance(part, int) or (part != "str" and "[" not in part)]
 
 
 def _bias_id(text: str) -> int:

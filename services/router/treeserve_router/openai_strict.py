@@ -1,4 +1,4 @@
-"""What all parts of an OpenAI-compatible request have in common: nothing unknown passes, and null is absent."""
+"""What all parts of an OpenAI-compatible request have in common: nothing unknown passes, and null leaves to default."""
 
 from __future__ import annotations
 
@@ -15,5 +15,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """A null stands for an absent parameter, as clients mean it."""
-        return {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else value
+        """A null stands for an absent parameter, as clients mean it; one that is required keeps it, to be refused."""
+        if not isinstance(value, dict):
+            return value
+        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: v for name, v in value.items() if v is not None or name in required}

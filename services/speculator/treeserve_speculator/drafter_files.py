@@ -26,8 +26,8 @@ from treeserve_engine.made_once import content_hash, default_cache_dir
 _T = TypeVar("_T")
 
 MANIFEST = "drafter.json"
+FOLDER_FIELD = "drafter_folder"  # of the configuration, which errors name
 _FORMAT = 1
-_FIELD = "drafter_folder"
 _SHIPPED = Path(__file__).parent / "drafters"
 
 
@@ -85,16 +85,16 @@ class DrafterFolder:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise InvalidArgumentError(_FIELD, f"{folder} holds no {MANIFEST}") from None
+            raise InvalidArgumentError(FOLDER_FIELD, f"{folder} holds no {MANIFEST}") from None
         except (OSError, ValueError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} cannot be read: {error}") from error
+            raise InvalidArgumentError(FOLDER_FIELD, f"{path} cannot be read: {error}") from error
         try:
             if raw["format"] != _FORMAT:
-                raise InvalidArgumentError(_FIELD, f"{path} is of version {raw['format']}; {_FORMAT} is known")
+                raise InvalidArgumentError(FOLDER_FIELD, f"{path} is of version {raw['format']}; {_FORMAT} is known")
             sources = {name: DrafterFile(**entry) for name, entry in raw["sources"].items()}
             return cls(folder, DrafterTarget(**raw["target"]), str(raw["licence"]), sources)
         except (KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgumentError(_FIELD, f"{path} is broken: {error!r}") from error
+            raise InvalidArgumentError(FOLDER_FIELD, f"{path} is broken: {error!r}") from error
 
     def check_target(self, tokenizer_hash: str, vocab_size: int, hidden_size: int | None = None) -> None:
         """Raise InvalidArgumentError unless the drafters were trained for this target.
@@ -106,11 +106,11 @@ class DrafterFolder:
         expected = self.target
         if tokenizer_hash != expected.tokenizer_hash or vocab_size != expected.vocab_size:
             raise InvalidArgumentError(
-                _FIELD, f"{self.folder} was trained for {expected.name}, whose tokenizer is not the target's"
+                FOLDER_FIELD, f"{self.folder} was trained for {expected.name}, whose tokenizer is not the target's"
             )
         if hidden_size not in (None, expected.hidden_size):
             raise InvalidArgumentError(
-                _FIELD,
+                FOLDER_FIELD,
                 f"{self.folder} was trained for {expected.name} of hidden size {expected.hidden_size}; "
                 f"the target's is {hidden_size}",
             )
@@ -126,13 +126,13 @@ class DrafterFolder:
         """
         if source not in self.sources:
             known = ", ".join(self.sources) or "none"
-            raise InvalidArgumentError(_FIELD, f"{self.folder} holds no {source} drafter; it holds {known}")
+            raise InvalidArgumentError(FOLDER_FIELD, f"{self.folder} holds no {source} drafter; it holds {known}")
         entry = self.sources[source]
         path = self.folder / Path(entry.file).name
         if not path.is_file():
-            raise InvalidArgumentError(_FIELD, f"{path} is missing")
+            raise InvalidArgumentError(FOLDER_FIELD, f"{path} is missing")
         if content_hash(path, cache_dir or default_cache_dir()) != entry.sha256:
-            raise InvalidArgumentError(_FIELD, f"{path} is damaged: its content is not what {MANIFEST} says")
+            raise InvalidArgumentError(FOLDER_FIELD, f"{path} is damaged: its content is not what {MANIFEST} says")
         return path
 
     def with_written(self, source: str, write: Callable[[Path], None], recipe: Mapping[str, Any]) -> DrafterFolder:
@@ -201,20 +201,20 @@ def read_drafter(path: Path, kind: str, make: Callable[[Mapping[str, Any]], _T],
     try:
         parts = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
     except (DamagedFileError, OSError) as error:
-        raise InvalidArgumentError(_FIELD, f"{path} cannot be used: {error}") from error
+        raise InvalidArgumentError(FOLDER_FIELD, f"{path} cannot be used: {error}") from error
     if parts.get("kind") != kind:
-        raise InvalidArgumentError(_FIELD, f"{path} is {parts.get('kind')!r}, not {kind!r}")
+        raise InvalidArgumentError(FOLDER_FIELD, f"{path} is {parts.get('kind')!r}, not {kind!r}")
     try:
         return make(parts)
     except (KeyError, TypeError) as error:
-        raise InvalidArgumentError(_FIELD, f"{path} lacks a part: {error!r}") from error
+        raise InvalidArgumentError(FOLDER_FIELD, f"{path} lacks a part: {error!r}") from error
 
 
 def check_vocabulary(token_ids: npt.NDArray[np.int64], num_outputs: int, vocab_size: int) -> None:
     """Raise InvalidArgumentError unless a drafter's outputs stand for an ascending part of the target's ids."""
     ids = token_ids
     if len(ids) != num_outputs or not (ids[0] >= 0 and ids[-1] < vocab_size and (np.diff(ids) > 0).all()):
-        raise InvalidArgumentError(_FIELD, "a drafter's vocabulary is not one of the target's")
+        raise InvalidArgumentError(FOLDER_FIELD, "a drafter's vocabulary is not one of the target's")
 
 
 def open_for_writing(folder: Path, target: DrafterTarget, licence: str) -> DrafterFolder:

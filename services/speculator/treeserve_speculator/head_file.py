@@ -20,10 +20,9 @@ from treeserve_engine.array_file import Item, write_arrays
 from treeserve_engine.packed_weights import flat_items, layer_of, linear_of
 from treeserve_kernels.cpu.decoder import DecoderWeights, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear
-from treeserve_speculator.drafter_files import check_vocabulary, read_drafter
+from treeserve_speculator.drafter_files import FOLDER_FIELD, check_vocabulary, read_drafter
 
 _KIND = "head 1"
-_FIELD = "drafter_folder"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,9 @@ class HeadFile:
         hidden, depths = self.shape.hidden_size, len(self.shape.layers)
         for linear, inputs in ((self.from_features, (depths + 1) * hidden), (self.from_hidden, 2 * hidden)):
             if (linear.num_outputs, linear.num_inputs) != (hidden, inputs):
-                raise InvalidArgumentError(_FIELD, "the draft head's projections have other sizes than its features")
+                raise InvalidArgumentError(
+                    FOLDER_FIELD, "the draft head's projections have other sizes than its features"
+                )
 
     def with_target(self, target: DecoderWeights) -> DecoderWeights:
         """The decoder, which is brought its inputs, with the target's rotary positions."""

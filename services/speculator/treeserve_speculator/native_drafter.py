@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.proposal import DraftProposal
@@ -26,7 +27,15 @@ from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.native import library
 from treeserve_speculator.sources.ngram_table_file import NgramTable
 
-_TABLE_ARRAYS = ("first_context", "first_token", "fingerprints", "lengths", "token_ids", "log_probs")
+# Type of each, None for any unsigned one, and whether there is one number for each bucket, context or entry.
+_TABLE_ARRAYS = {
+    "first_context": (np.uint32, "buckets"),
+    "first_token": (np.uint32, "buckets"),
+    "fingerprints": (np.uint16, "contexts"),
+    "lengths": (np.uint8, "contexts"),
+    "token_ids": (None, "entries"),
+    "log_probs": (np.uint8, "entries"),
+}
 
 
 class _Told(NamedTuple):
@@ -44,6 +53,8 @@ class NativeDrafter:
         sources: out of `library.SOURCES`, in the order of their bits.
         table: of the source `ngram_table`.
         vocab_size: token ids are below it.
+        max_shared_nodes, max_shared_rows: bounds of what all tenants leave behind, as `SuffixSource` and
+            `RecyclingSource` have them.
 
     Attributes:
         sources: names of its draft sources.
@@ -51,6 +62,7 @@ class NativeDrafter:
 
     Raises:
         OSError: if the shared object does not load.
+        ValueError: for an unknown source, or a table that is none.
     """
 
     def __init__(
@@ -62,24 +74,29 @@ class NativeDrafter:
         eos_token_ids: Sequence[int],
         limits: TreeLimits,
         metrics: SpeculatorMetrics,
+        max_shared_nodes: int = 500_000,
+        max_shared_rows: int = 200_000,
     ) -> None:
         self.sources = tuple(sources)
         self.wants_top_tokens = "recycling" in sources
         self._library = library.load()
         self._table = table  # its arrays are read until the end
-        self._drafter = _created(self._library, self.sources, table, vocab_size, eos_token_ids, limits)
+        config = _config(self.sources, table, vocab_size, eos_token_ids, limits)
+        config.max_shared_nodes, config.max_shared_rows = max_shared_nodes, max_shared_rows
+        self._drafter = ctypes.c_void_p()
+        library.check(self._library.ts_drafter_create(config, self._drafter))
         weakref.finalize(self, self._library.ts_drafter_destroy, self._drafter)
         self._metrics = metrics
         self._counters = [metrics.of_source(name) for name in self.sources]
         self._counted = [(0.0, 0, 0, 0)] * len(self.sources)
         self._works: list[Callable[[], None]] = []
-        self._due: dict[int, int] = {}  # budgets by handle
+        self._due: dict[int, int] = {}  # budgets by handle, in the order in which they were told of; 0 for no tree
         self._told: list[_Told] = []
 
     @property
     def is_due(self) -> bool:
         """Whether a tree is asked for."""
-        return bool(self._due)
+        return any(self._due.values())
 
     def assign(
         self,
@@ -94,7 +111,7 @@ class NativeDrafter:
         """Meet a sequence; a budget of 0 asks for no tree yet."""
         rule = limits.acceptance.rule
         is_greedy = sampling.is_greedy or rule is AcceptanceRule.TYPICAL  # probable tokens pass, whatever the noise
-        tokens = np.asarray(token_ids, np.int32)
+        tokens = _int32(token_ids)
         sequence = library.AssignedSequence(
             token_ids=tokens.ctypes.data_as(library.Int32s),
             num_tokens=len(tokens),
@@ -102,10 +119,10 @@ class NativeDrafter:
             temperature=0.0 if is_greedy else sampling.temperature,
             seed=sampling.seed,
             asks_table=is_greedy or rule is not AcceptanceRule.MULTI_STEP,
-            tenant=tenant.encode(),
+            tenant=_c_string(tenant),
         )
         self._works.append(partial(self._assign, handle, sequence, tokens))
-        self._ask(handle, budget)
+        self._due[handle] = budget
 
     def commit(
         self,
@@ -116,10 +133,9 @@ class NativeDrafter:
         top_token_ids: tuple[Sequence[int], ...],
     ) -> None:
         """Progress of a sequence; a positive budget asks for a tree."""
-        self._works.append(partial(self._commit, handle, base_committed_len, token_ids))
-        if top_token_ids:
-            self._told.append(_Told(handle, base_committed_len, top_token_ids))
-        self._ask(handle, budget)
+        told = _Told(handle, base_committed_len, top_token_ids[: len(token_ids)])
+        self._works.append(partial(self._commit, told, _int32(token_ids)))
+        self._due[handle] = budget
 
     def release(self, handle: int) -> None:
         """Forget a sequence."""
@@ -138,6 +154,8 @@ class NativeDrafter:
         tree = library.DraftedTree()
         trees = []
         for handle, budget in due.items():
+            if budget <= 0:
+                continue
             library.check(self._library.ts_drafter_draft(self._drafter, handle, budget, node, tree))
             trees.append((handle, tree.base_len, _token_tree(tree)))
         seconds = time.perf_counter() - began
@@ -148,17 +166,13 @@ class NativeDrafter:
 
     def learn(self) -> None:
         """Learn from the commits, meet what began and forget what ended: when nobody waits."""
-        if not self.is_due:
-            self._catch_up()
-            self._remember()
         library.check(self._library.ts_drafter_learn(self._drafter))
         self._count()
-
-    def _ask(self, handle: int, budget: int) -> None:
-        if budget > 0:
-            self._due[handle] = budget
-        else:
-            self._due.pop(handle, None)
+        if not self.is_due:
+            self._catch_up()
+            self._due.clear()
+            told, self._told = self._told, []
+            self._remember(told)
 
     def _catch_up(self) -> None:
         works, self._works = self._works, []
@@ -170,19 +184,20 @@ class NativeDrafter:
         library.check(self._library.ts_drafter_assign(self._drafter, handle, sequence))
         self._metrics.sequences.inc()
 
-    def _commit(self, handle: int, base: int, token_ids: tuple[int, ...]) -> None:
-        count = len(token_ids)
-        tokens = (ctypes.c_int32 * count)(*token_ids)
-        library.check(self._library.ts_drafter_commit(self._drafter, handle, base, tokens, count))
+    def _commit(self, told: _Told, tokens: npt.NDArray[np.int32]) -> None:
+        pointer = tokens.ctypes.data_as(library.Int32s)
+        library.check(self._library.ts_drafter_commit(self._drafter, told.handle, told.position, pointer, len(tokens)))
+        if told.top_token_ids:
+            self._told.append(told)
 
     def _release(self, handle: int) -> None:
+        self._remember([told for told in self._told if told.handle == handle])  # while its tokens are known
+        self._told = [told for told in self._told if told.handle != handle]
         library.check(self._library.ts_drafter_release(self._drafter, handle))
         self._metrics.sequences.dec()
-        self._told = [told for told in self._told if told.handle != handle]
 
-    def _remember(self) -> None:
-        told, self._told = self._told, []
-        for handle, position, top in told:
+    def _remember(self, all_told: Sequence[_Told]) -> None:
+        for handle, position, top in all_told:
             width = max(map(len, top))
             rows = np.full((len(top), width), library.NOTHING, np.int32)  # of some tokens nothing is told
             for row, token_ids in zip(rows, top, strict=True):
@@ -202,16 +217,15 @@ class NativeDrafter:
             self._counted[i] = count.seconds, count.nodes, count.visits, count.right
 
 
-def _created(
-    loaded: ctypes.CDLL,
+def _config(
     sources: Sequence[str],
     table: NgramTable | None,
     vocab_size: int,
     eos_token_ids: Sequence[int],
     limits: TreeLimits,
-) -> ctypes.c_void_p:
-    config = library.DraftingConfig(
-        sources=(ctypes.c_int32 * len(sources))(*map(library.SOURCES.index, sources)),
+) -> library.DraftingConfig:
+    return library.DraftingConfig(
+        sources=(ctypes.c_int32 * len(sources))(*map(_number, sources)),
         eos=(ctypes.c_int32 * len(eos_token_ids))(*eos_token_ids),
         num_sources=len(sources),
         num_eos=len(eos_token_ids),
@@ -220,19 +234,40 @@ def _created(
         max_depth=limits.max_depth,
         table=None if table is None else ctypes.pointer(_table_arrays(table)),
     )
-    drafter = ctypes.c_void_p()
-    library.check(loaded.ts_drafter_create(config, drafter))
-    return drafter
+
+
+def _number(source: str) -> int:
+    if source not in library.SOURCES:
+        raise ValueError(f"an unknown source: {source}")
+    return library.SOURCES.index(source)
+
+
+def _int32(token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    try:
+        return np.asarray(token_ids, np.int32)
+    except OverflowError as error:
+        raise ValueError(f"a token id: {error}") from error
+
+
+def _c_string(text: str) -> bytes:
+    """Different ones for different texts: a zero, which ends a C string, becomes a byte that is in no UTF-8."""
+    return text.encode(errors="surrogatepass").replace(b"\0", b"\xff")
 
 
 def _table_arrays(table: NgramTable) -> library.NgramTableArrays:
     arrays = {name: table.arrays[name] for name in _TABLE_ARRAYS}
+    counts = {kind: len(arrays[name]) for name, (_, kind) in _TABLE_ARRAYS.items()}
+    for name, (dtype, kind) in _TABLE_ARRAYS.items():
+        array = arrays[name]
+        is_right = array.dtype.kind == "u" if dtype is None else array.dtype == dtype
+        if not is_right or array.shape != (counts[kind],):
+            raise ValueError(f"the table's {name}")
     calibration = table.calibration
     return library.NgramTableArrays(
         **{name: array.ctypes.data for name, array in arrays.items()},
-        num_buckets=len(arrays["first_context"]) - 1,
-        num_contexts=len(arrays["fingerprints"]),
-        num_entries=len(arrays["log_probs"]),
+        num_buckets=counts["buckets"] - 1,
+        num_contexts=counts["contexts"],
+        num_entries=counts["entries"],
         token_bytes=arrays["token_ids"].itemsize,
         max_order=table.max_order,
         exponent=calibration.exponent,

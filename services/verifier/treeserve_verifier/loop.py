@@ -67,7 +67,8 @@ class VerifyLoop:
         self._work = WorkMeter(cost)
         self._changed = asyncio.Event()  # something happened that may make a step ready
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
-        self._uncounted: list[ExecutedStep] = []
+        self._uncounted: list[tuple[ExecutedStep, float]] = []  # and its milliseconds, with all that is done for it
+        self._at_work_since = clock()  # on the next step: since the last one was settled, or the last wait
         self._draining = False
         self._idle = asyncio.Event()  # nothing is left while draining
         self.observers: list[Callable[[], None]] = []
@@ -164,19 +165,20 @@ class VerifyLoop:
 
     async def step(self) -> None:
         """One step, as docs/architecture.md tells it."""
-        began = self._clock()
         plan = self._scheduler.reserve(self._planner.plan(self._candidates()))
         if not plan.sequences:
             self._catch_up()
             await asyncio.sleep(0)
+            self._at_work_since = self._clock()
             return
         wanting = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_top_tokens(p.sequence))
         features_for = frozenset(p.sequence.seq_id for p in plan.sequences if self._desk.wants_features(p.sequence))
         steps = await self._executor.run(plan, wanting, self._catch_up, self._plain_run(plan), features_for)
-        step_ms = 1e3 * (self._clock() - began) / len(steps)  # with planning and sampling
         for step in steps:
-            self._settle_step(step, step_ms)
-        self._uncounted += steps
+            self._settle_step(step)
+        began, self._at_work_since = self._at_work_since, self._clock()
+        step_ms = 1e3 * (self._at_work_since - began) / len(steps)
+        self._uncounted += [(step, step_ms) for step in steps]
         if any(result.is_last for result in steps[-1].results):
             self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
 
@@ -199,13 +201,8 @@ class VerifyLoop:
 
         return PlainRun(steps, may_go_on)
 
-    def _settle_step(self, step: ExecutedStep, step_ms: float) -> None:
-        plan = step.plan
-        if step.forward_ms:  # it did not fail
-            self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
-            self._speed.observe(plan.prefill_rows, step_ms)
-            self._work.did(step.results, self._scheduler.capacity)
-        node_cost = self._planner.node_cost(plan)
+    def _settle_step(self, step: ExecutedStep) -> None:
+        node_cost = self._planner.node_cost(step.plan)
         for result in step.results:
             self._settle(result, node_cost)
 
@@ -222,7 +219,7 @@ class VerifyLoop:
             self._draft_here()
             if len(self._scheduler) == 0:
                 self._catch_up()
-                await self._changed.wait()
+                await self._wait_for_change()
                 continue
             decoding = [s for s in self._scheduler.running if self._scheduler.uncomputed(s) == 1]
             now, until = self._clock(), self._desk.wait_until(decoding)
@@ -233,11 +230,15 @@ class VerifyLoop:
                 await asyncio.sleep(0)  # the asks leave first
                 self._catch_up()
             alarm = asyncio.get_running_loop().call_later(until - now, self._changed.set)
-            await self._changed.wait()
+            await self._wait_for_change()
             alarm.cancel()
         if waiting_since is not None:
             self._metrics.tree_waits.inc()
             self._metrics.tree_wait_seconds.inc(now - waiting_since)
+
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._at_work_since = self._clock()
 
     def _draft_here(self) -> None:
         """Take the trees of the drafter in this process."""
@@ -276,8 +277,13 @@ class VerifyLoop:
 
     def _count(self) -> None:
         steps, self._uncounted = self._uncounted, []
-        for step in steps:
+        for step, step_ms in steps:
             self._metrics.count(step, self._desk.source_names)
+            if step.forward_ms:  # it did not fail
+                plan = step.plan
+                self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
+                self._speed.observe(plan.prefill_rows, step_ms)
+                self._work.did(step.results, self._scheduler.capacity)
         self._metrics.count_gaps(self._scheduler.take_gaps_s())
 
     def _notify(self) -> None:

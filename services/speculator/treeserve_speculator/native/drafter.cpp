@@ -30,7 +30,7 @@ void require(bool holds, const char* what) {
 }
 
 void check_table(const TsNgramTable& table, Token vocab_size) {
-    require(table.max_order >= 1 && table.max_order <= NgramTableSource::kMaxOrder, "the table's order");
+    require(table.max_order >= 0, "the table's order");
     require(table.token_bytes == 1 || table.token_bytes == 2 || table.token_bytes == 4, "the table's token type");
     require(table.num_buckets >= 1 && table.num_contexts >= 0 && table.num_entries >= 0, "the table's sizes");
     for (int64_t bucket = 0; bucket < table.num_buckets; ++bucket) {
@@ -40,8 +40,10 @@ void check_table(const TsNgramTable& table, Token vocab_size) {
         for (uint32_t context = first; context < last; ++context) end += table.lengths[context];
         require(end <= table.num_entries, "the table's entries");
     }
-    for (int64_t entry = 0; entry < table.num_entries; ++entry)
-        require(NgramTableSource::token_id(table, entry) < vocab_size, "a token of the table");
+    for (int64_t entry = 0; entry < table.num_entries; ++entry) {
+        const Token token = NgramTableSource::token_id(table, entry);
+        require(token >= 0 && token < vocab_size, "a token of the table");
+    }
 }
 
 }  // namespace
@@ -52,13 +54,15 @@ TsDrafter::TsDrafter(const TsDraftingConfig& config)
       vocab_size_(config.vocab_size),
       max_nodes_(config.max_nodes),
       max_depth_(config.max_depth),
-      recycling_(config.vocab_size),
+      suffix_(config.max_shared_nodes),
+      recycling_(config.vocab_size, config.max_shared_rows),
       mixture_(eos_) {
     require(config.num_sources >= 1 && config.num_sources <= kMaxSources, "one to four sources");
     require(config.vocab_size >= 1 && config.max_nodes >= 1 && config.max_depth >= 1, "sizes are above 0");
+    require(config.max_shared_nodes >= 0 && config.max_shared_rows >= 0, "a bound below 0");
     for (int32_t i = 0; i < config.num_sources; ++i) {
+        require(config.sources[i] >= TS_NGRAM && config.sources[i] <= TS_NGRAM_TABLE, "an unknown source");
         const auto source = static_cast<TsSource>(config.sources[i]);
-        require(source >= TS_NGRAM && source <= TS_NGRAM_TABLE, "an unknown source");
         require(std::find(sources_.begin(), sources_.end(), source) == sources_.end(), "a source named twice");
         sources_.push_back(source);
         if (source != TS_NGRAM_TABLE) continue;
@@ -68,10 +72,10 @@ TsDrafter::TsDrafter(const TsDraftingConfig& config)
     }
 }
 
-TsDrafter::Sequence& TsDrafter::find(int64_t handle) {
+const std::shared_ptr<TsDrafter::Sequence>& TsDrafter::find(int64_t handle) const {
     const auto found = sequences_.find(handle);
     require(found != sequences_.end(), "an unknown handle");
-    return *found->second;
+    return found->second;
 }
 
 void TsDrafter::check_tokens(const int32_t* token_ids, int32_t count) const {
@@ -80,15 +84,17 @@ void TsDrafter::check_tokens(const int32_t* token_ids, int32_t count) const {
 
 void TsDrafter::assign(int64_t handle, const TsDraftSequence& given) {
     require(given.num_tokens >= 1, "a sequence without tokens");
+    require(given.prompt_len >= 0, "a prompt's length");
     require(!sequences_.contains(handle), "a handle assigned twice");
     check_tokens(given.token_ids, given.num_tokens);
-    auto made = std::make_unique<Sequence>();
+    auto made = std::make_shared<Sequence>();
     made->prompt_len = given.prompt_len;
     made->sampling = {given.temperature, given.seed};
     made->asks_table = given.asks_table != 0;
     made->tenant = given.tenant;
     made->seen.resize(vocab_size_);
     made->mixed.is_greedy = given.temperature == 0.0;
+    made->drafted = blank();
     made->tokens.assign(given.token_ids, given.token_ids + given.num_tokens);
     for (const Token token : made->tokens) made->seen[token] = true;
     for (size_t i = 0; i < sources_.size(); ++i) {
@@ -100,19 +106,15 @@ void TsDrafter::assign(int64_t handle, const TsDraftSequence& given) {
 }
 
 void TsDrafter::commit(int64_t handle, int32_t base_len, const int32_t* token_ids, int32_t count) {
-    Sequence& sequence = find(handle);
+    const std::shared_ptr<Sequence>& found = find(handle);
+    Sequence& sequence = *found;
     require(base_len == static_cast<int32_t>(sequence.tokens.size()), "a commit that does not follow what is known");
     check_tokens(token_ids, count);
     if (count == 0) return;
-    if (sequence.opinions.count > 0) {  // followed along these tokens later; the next trees take their place
-        Lesson& lesson = sequence.lesson;
-        learn(sequence);
-        std::swap(lesson.opinions, sequence.opinions);
-        std::swap(lesson.tree, sequence.tree);
-        sequence.opinions.count = 0;
-        lesson.tokens.assign(token_ids, token_ids + count);
-        lesson.is_due = true;
-        taught_.push_back(handle);
+    Drafted& drafted = *sequence.drafted;
+    if (drafted.opinions.count > 0) {
+        lessons_.push_back({found, sequence.drafted, !drafted.is_followed, {token_ids, token_ids + count}});
+        drafted.is_followed = true;
     }
     sequence.tokens.insert(sequence.tokens.end(), token_ids, token_ids + count);
     for (int32_t i = 0; i < count; ++i) sequence.seen[token_ids[i]] = true;
@@ -124,20 +126,20 @@ void TsDrafter::commit(int64_t handle, int32_t base_len, const int32_t* token_id
 }
 
 void TsDrafter::release(int64_t handle) {
-    const Sequence& sequence = find(handle);
+    const Sequence& sequence = *find(handle);
     for (size_t i = 0; i < sources_.size(); ++i) {
         if (sources_[i] != TS_SUFFIX) continue;
         const Timed timed(counts_[i]);
         suffix_.close(sequence.tokens, sequence.prompt_len, sequence.tenant);
     }
-    std::erase(taught_, handle);
     sequences_.erase(handle);
 }
 
 void TsDrafter::remember(int64_t handle, int32_t position, const int32_t* top, int32_t rows, int32_t width) {
-    Sequence& sequence = find(handle);
-    require(width >= 0 && position >= 0 && rows >= 0 && position + int64_t{rows} <= static_cast<int64_t>(sequence.tokens.size()),
-            "top tokens in place of none");
+    Sequence& sequence = *find(handle);
+    const auto end = static_cast<int64_t>(sequence.tokens.size());
+    require(position >= 0 && rows >= 0 && width >= 0 && position + int64_t{rows} <= end, "top tokens in place of none");
+    for (int64_t i = 0; i < int64_t{rows} * width; ++i) require(top[i] >= -1, "a top token's id");
     const auto recycling = std::find(sources_.begin(), sources_.end(), TS_RECYCLING);
     if (recycling == sources_.end()) return;
     const Timed timed(counts_[recycling - sources_.begin()]);
@@ -149,8 +151,10 @@ void TsDrafter::remember(int64_t handle, int32_t position, const int32_t* top, i
 }
 
 TsDraftTree TsDrafter::draft(int64_t handle, int32_t budget, double node_price) {
-    Sequence& sequence = find(handle);
-    Opinions& opinions = sequence.opinions;
+    Sequence& sequence = *find(handle);
+    if (sequence.drafted.use_count() > 1) sequence.drafted = blank();  // the last one is yet to be learnt from
+    Opinions& opinions = sequence.drafted->opinions;
+    MixedTree& tree = sequence.drafted->tree;
     budget = std::min(budget, max_nodes_);
     opinions.count = 0;
     for (size_t i = 0; i < sources_.size(); ++i) {
@@ -161,8 +165,9 @@ TsDraftTree TsDrafter::draft(int64_t handle, int32_t budget, double node_price) 
         opinion.weigh();
         ++opinions.count;
     }
-    mixture_.mix(sequence.mixed, opinions, sequence.tokens.back(), {budget, max_depth_, node_price}, sequence.tree);
-    const MixedTree& tree = sequence.tree;
+    opinions.begin();
+    sequence.drafted->is_followed = false;
+    mixture_.mix(sequence.mixed, opinions, sequence.tokens.back(), {budget, max_depth_, node_price}, tree);
     for (const uint32_t mask : tree.masks)
         for (size_t i = 0; i < sources_.size(); ++i) counts_[i].nodes += mask >> i & 1;
     return {tree.tokens.data(),   tree.parents.data(), tree.log_probs.data(),
@@ -183,21 +188,25 @@ bool TsDrafter::propose(TsSource source, Sequence& sequence, int32_t budget, dou
 }
 
 void TsDrafter::learn() {
-    for (const int64_t handle : taught_) learn(find(handle));
-    taught_.clear();
+    for (auto& [sequence, drafted, is_first, tokens] : lessons_) {
+        mixture_.learn(sequence->mixed, drafted->opinions, tokens);
+        if (is_first) count_visits(drafted->tree, tokens);
+        if (drafted.use_count() == 1) spare_.push_back(std::move(drafted));
+    }
+    lessons_.clear();
 }
 
-void TsDrafter::learn(Sequence& sequence) {
-    Lesson& lesson = sequence.lesson;
-    if (!std::exchange(lesson.is_due, false)) return;
-    mixture_.learn(sequence.mixed, lesson.opinions, lesson.tokens);
-    count_visits(lesson);
+std::shared_ptr<TsDrafter::Drafted> TsDrafter::blank() {
+    if (spare_.empty()) return std::make_shared<Drafted>();
+    std::shared_ptr<Drafted> drafted = std::move(spare_.back());
+    spare_.pop_back();
+    drafted->opinions.count = 0;
+    return drafted;
 }
 
-void TsDrafter::count_visits(const Lesson& lesson) {
-    const MixedTree& tree = lesson.tree;
+void TsDrafter::count_visits(const MixedTree& tree, const std::vector<Token>& tokens) {
     int32_t node = 0;
-    for (const Token token : lesson.tokens) {
+    for (const Token token : tokens) {
         uint32_t proposed = 0, right = 0;
         int32_t next = -1;
         for (int32_t child = node + 1; child < tree.size(); ++child) {

@@ -28,12 +28,11 @@ struct TsDrafter {
     const std::vector<TsSourceCounts>& counts() const { return counts_; }
 
   private:
-    // Trees that were drafted, and what was committed after their root: to be learnt from when nobody waits.
-    struct Lesson {
-        bool is_due = false;
+    // What was drafted for one root.
+    struct Drafted {
         treeserve::Opinions opinions;
         treeserve::MixedTree tree;
-        std::vector<treeserve::Token> tokens;
+        bool is_followed = false;  // tokens were committed after the root
     };
 
     struct Sequence {
@@ -47,16 +46,22 @@ struct TsDrafter {
         treeserve::RecyclingTable recycled;
         std::vector<bool> seen;  // token ids
         treeserve::MixedSequence mixed;
-        treeserve::Opinions opinions;  // of the latest root, until tokens are committed after it
-        treeserve::MixedTree tree;     // likewise
-        Lesson lesson;
+        std::shared_ptr<Drafted> drafted;  // for the latest root that it was drafted for
     };
 
-    Sequence& find(int64_t handle);
+    // Committed tokens, to be learnt from when nobody waits: its sequence may have ended by then.
+    struct Lesson {
+        std::shared_ptr<Sequence> sequence;
+        std::shared_ptr<Drafted> drafted;
+        bool is_first;  // of those after the root
+        std::vector<treeserve::Token> tokens;
+    };
+
+    const std::shared_ptr<Sequence>& find(int64_t handle) const;
     void check_tokens(const int32_t* token_ids, int32_t count) const;
     bool propose(TsSource source, Sequence& sequence, int32_t budget, double node_price, treeserve::TokenTree& tree);
-    void learn(Sequence& sequence);
-    void count_visits(const Lesson& lesson);
+    std::shared_ptr<Drafted> blank();
+    void count_visits(const treeserve::MixedTree& tree, const std::vector<treeserve::Token>& tokens);
 
     std::vector<TsSource> sources_;
     std::vector<TsSourceCounts> counts_;
@@ -67,6 +72,7 @@ struct TsDrafter {
     treeserve::RecyclingSource recycling_;
     std::optional<treeserve::NgramTableSource> table_;
     treeserve::Mixture mixture_;
-    std::unordered_map<int64_t, std::unique_ptr<Sequence>> sequences_;
-    std::vector<int64_t> taught_;  // handles with a lesson that is due, or was
+    std::unordered_map<int64_t, std::shared_ptr<Sequence>> sequences_;
+    std::vector<Lesson> lessons_;
+    std::vector<std::shared_ptr<Drafted>> spare_;  // learnt from: their memory serves the next trees
 };

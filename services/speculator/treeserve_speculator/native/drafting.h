@@ -38,6 +38,8 @@ typedef struct TsDraftingConfig {
     int32_t vocab_size;
     int32_t max_nodes, max_depth;  // of a tree, the root not counted
     const TsNgramTable* table;     // null without that source
+    int64_t max_shared_nodes;      // bound of all tenants' suffixes together, and of the tokens they came from
+    int64_t max_shared_rows;       // bound of all tenants' rows of top tokens together
 } TsDraftingConfig;
 
 typedef struct TsDraftSequence {

@@ -41,6 +41,7 @@ class DraftingConfig(ctypes.Structure):
         *((name, Int32s) for name in ("sources", "eos")),
         *((name, _int32) for name in ("num_sources", "num_eos", "vocab_size", "max_nodes", "max_depth")),
         ("table", ctypes.POINTER(NgramTableArrays)),
+        *((name, _int64) for name in ("max_shared_nodes", "max_shared_rows")),
     )
 
 

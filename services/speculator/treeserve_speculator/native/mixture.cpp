@@ -31,11 +31,10 @@ void Opinion::weigh() {
     for (const double log_prob : tree.log_probs) odds.push_back(log_odds(log_prob));
 }
 
-Mixture::Places Mixture::roots(const Opinions& opinions) {
-    Places places;
+void Opinions::begin() {
     places.fill(-1);
-    std::fill_n(places.begin(), opinions.count, 0);
-    return places;
+    std::fill_n(places.begin(), count, 0);
+    depth = 0;
 }
 
 void Mixture::mix(const MixedSequence& sequence, const Opinions& opinions, Token root, const Bounds& bounds,
@@ -45,7 +44,7 @@ void Mixture::mix(const MixedSequence& sequence, const Opinions& opinions, Token
     heap_.clear();
     order_ = 0;
     for (Terms& terms : terms_) terms.is_summed = false;
-    Places places = roots(opinions);
+    Places places = opinions.places;
     int32_t node = 0, depth = 0;
     double path = 1.0;
     while (true) {
@@ -155,17 +154,17 @@ Mixture::Model& Mixture::model(bool is_greedy, uint32_t mask) {
     return model;
 }
 
-void Mixture::learn(MixedSequence& sequence, const Opinions& opinions, const std::vector<Token>& tokens) {
-    Places places = roots(opinions);
-    int32_t depth = 0;
+void Mixture::learn(MixedSequence& sequence, Opinions& opinions, const std::vector<Token>& tokens) {
     for (const Token token : tokens) {
-        const uint32_t mask = gather(opinions, places);
+        const uint32_t mask = gather(opinions, opinions.places);
         if (mask == 0) return;
-        learn_node(sequence, opinions, places, mask, ++depth, token);
+        learn_node(sequence, opinions, opinions.places, mask, ++opinions.depth, token);
         const auto right = std::find_if(proposals_.begin(), proposals_.end(),
                                         [token](const Proposal& proposal) { return proposal.token == token; });
-        if (right == proposals_.end()) return;
-        places = right->places;
+        if (right == proposals_.end())
+            opinions.places.fill(-1);
+        else
+            opinions.places = right->places;
     }
 }
 

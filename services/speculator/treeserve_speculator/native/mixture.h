@@ -26,12 +26,18 @@ struct Opinion {
     void weigh();  // its tree is there: fills in the rest
 };
 
-// All that was said of one root, in the order of the sources.
+// Where each opinion's tree is at one node of the mixed tree; -1 for nowhere.
+using Places = std::array<int32_t, kMaxSources>;
+
+// All that was said of one root, in the order of the sources, and where committed tokens have led in it.
 struct Opinions {
     std::array<Opinion, kMaxSources> all;
     int count = 0;
+    Places places{};
+    int32_t depth = 0;  // of these places
 
     const Opinion& operator[](int i) const { return all[i]; }
+    void begin();  // all opinions are there: their places are the root
 };
 
 // What a mixture keeps of one sequence.
@@ -55,8 +61,8 @@ class Mixture {
     void mix(const MixedSequence& sequence, const Opinions& opinions, Token root, const Bounds& bounds,
              MixedTree& tree);
 
-    // Follows trees along what was committed after their root, and learns on the way.
-    void learn(MixedSequence& sequence, const Opinions& opinions, const std::vector<Token>& tokens);
+    // Follows trees along committed tokens from where the last ones have led, and learns on the way.
+    void learn(MixedSequence& sequence, Opinions& opinions, const std::vector<Token>& tokens);
 
   private:
     static constexpr int kRankClasses = 3;  // first, second, and all other children of a node
@@ -66,9 +72,6 @@ class Mixture {
                          kSilentTrust = kSilent + 1, kPerSource = kSilentTrust + 1;
     static constexpr int kMaxWeights = kCommon + kMaxSources * kPerSource;
     static constexpr int kDeepFrom = 4;
-
-    // Where each opinion's tree is at one node of the mixed tree; -1 for nowhere.
-    using Places = std::array<int32_t, kMaxSources>;
 
     struct Model {
         bool is_made = false;
@@ -111,7 +114,6 @@ class Mixture {
     const Terms& terms(const MixedSequence& sequence, const Opinions& opinions, uint32_t mask);
     void learn_node(MixedSequence& sequence, const Opinions& opinions, const Places& places, uint32_t mask,
                     int32_t depth, Token token);
-    static Places roots(const Opinions& opinions);
 
     const std::unordered_set<Token>& eos_;
     std::array<std::array<Model, 1 << kMaxSources>, 2> models_;

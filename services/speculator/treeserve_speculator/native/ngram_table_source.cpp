@@ -94,17 +94,16 @@ void NgramTableSource::expand(int32_t node, const TokenTree& tree, const std::ve
     nodes_[node].first_child = static_cast<int32_t>(children_.size());
     nodes_[node].num_children = 0;
     // The longest known context that ends at the node; hashes grow from its latest token backwards.
-    uint64_t hashes[kMaxOrder + 1] = {0};
-    int order = 0;
+    hashes_.assign(1, 0);
     auto before = static_cast<int64_t>(tokens.size()) - 2;  // the committed token before the root
-    for (int32_t at = node; order < table_.max_order && (at >= 0 || before >= 0); ++order) {
+    for (int32_t at = node; static_cast<int64_t>(hashes_.size()) <= table_.max_order && (at >= 0 || before >= 0);) {
         const Token token = at >= 0 ? tree.tokens[at] : tokens[before--];
-        hashes[order + 1] = longer_context(hashes[order], token);
+        hashes_.push_back(longer_context(hashes_.back(), token));
         if (at >= 0) at = tree.parents[at];
     }
     Entries entries{0, 0};
-    while (order >= 0 && !find(hashes[order], entries)) --order;
-    if (order < 0) return;
+    while (!hashes_.empty() && !find(hashes_.back(), entries)) hashes_.pop_back();
+    if (hashes_.empty()) return;
 
     double remainder = 0.0;
     weights_.clear();

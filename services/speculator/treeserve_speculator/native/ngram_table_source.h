@@ -24,8 +24,6 @@ class NgramTableSource {
     bool propose(const std::vector<Token>& tokens, const std::vector<bool>& seen, const Sampling& sampling,
                  double least, int32_t budget, TokenTree& tree);
 
-    static constexpr int kMaxOrder = 8;
-
     static Token token_id(const TsNgramTable& table, int64_t entry) {
         if (table.token_bytes == 1) return static_cast<const uint8_t*>(table.token_ids)[entry];
         if (table.token_bytes == 2) return static_cast<const uint16_t*>(table.token_ids)[entry];
@@ -67,6 +65,7 @@ class NgramTableSource {
     std::vector<Candidate> heap_;
     std::vector<Node> nodes_;
     std::vector<Child> children_;
+    std::vector<uint64_t> hashes_;  // of longer and longer contexts
     std::vector<double> weights_;
 };
 

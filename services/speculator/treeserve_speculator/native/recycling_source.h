@@ -34,7 +34,7 @@ class RecyclingTable {
 
 class RecyclingSource {
   public:
-    explicit RecyclingSource(Token vocab_size) : vocab_size_(vocab_size) {}
+    RecyclingSource(Token vocab_size, int64_t max_shared_rows) : vocab_size_(vocab_size), shared_(max_shared_rows) {}
 
     // Remembers `count` top tokens under the token before; in the sequence's own table if it has no tenant.
     void remember(Token token, const Token* top, int32_t count, const std::string& tenant, RecyclingTable& own);
@@ -43,7 +43,6 @@ class RecyclingSource {
 
   private:
     static constexpr int kMaxDepth = 6;
-    static constexpr int64_t kMaxSharedRows = 200'000;
 
     struct Candidate {
         double cost;  // -path log-probability
@@ -53,7 +52,7 @@ class RecyclingSource {
     void push(const NextTokens* row, double cost, int32_t parent, int32_t rank, int32_t depth);
 
     Token vocab_size_;
-    TenantMemories<RecyclingTable> shared_{kMaxSharedRows};
+    TenantMemories<RecyclingTable> shared_;
     std::vector<Candidate> heap_;
     std::vector<const NextTokens*> rows_;  // of each node
 };

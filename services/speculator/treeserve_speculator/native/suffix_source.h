@@ -1,6 +1,7 @@
 // Suffix decoding: what most often came after the present context, here and in finished responses (sources/suffix.py).
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <string>
 #include <unordered_map>
@@ -75,6 +76,8 @@ class SuffixSource {
         std::vector<SuffixTrie::Node> suffixes = {SuffixTrie::kRoot};
     };
 
+    explicit SuffixSource(int64_t max_shared_nodes) : finished_(max_shared_nodes) {}
+
     void open(Sequence& sequence, const std::vector<Token>& tokens);
     void commit(Sequence& sequence, const Token* tokens, int32_t count);
     bool propose(const Sequence& sequence, const std::vector<Token>& tokens, const std::string& tenant,
@@ -85,7 +88,6 @@ class SuffixSource {
   private:
     static constexpr int kMaxContext = 8;
     static constexpr int32_t kMaxCountedTokens = 2048;
-    static constexpr int64_t kMaxSharedNodes = 500'000;
 
     struct Candidate {
         double path;  // probability
@@ -101,9 +103,10 @@ class SuffixSource {
     // Grows a tree below a context; its score: the sum of its nodes' path probabilities.
     double grow(const SuffixTrie& trie, SuffixTrie::Node context, int32_t context_len, Token root, int32_t budget,
                 TokenTree& tree);
-    void push_followers(const SuffixTrie& trie, SuffixTrie::Node node, int32_t context_len, double path, int32_t parent);
+    void push_followers(const SuffixTrie& trie, SuffixTrie::Node node, int32_t context_len, double path,
+                        int32_t parent);
 
-    TenantMemories<Responses> finished_{kMaxSharedNodes};
+    TenantMemories<Responses> finished_;
     std::vector<Candidate> heap_;
     int32_t order_ = 0;
     TokenTree grown_;

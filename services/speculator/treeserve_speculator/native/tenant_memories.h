@@ -1,4 +1,4 @@
-// What sequences leave behind for later ones: each tenant's for itself, all of it bounded together (sources/tenants.py).
+// What sequences leave behind for later ones: each tenant's for itself, bounded all together (sources/tenants.py).
 #pragma once
 
 #include <cstdint>

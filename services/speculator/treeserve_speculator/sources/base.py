@@ -13,7 +13,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureShape
 from treeserve_core.tree import TokenTree
 from treeserve_speculator.config import SpeculatorConfig
-from treeserve_speculator.drafter_files import DrafterFolder, find_drafters
+from treeserve_speculator.drafter_files import FOLDER_FIELD, DrafterFolder, find_drafters
 from treeserve_speculator.sequence import DraftSequence
 
 
@@ -107,6 +107,6 @@ class SourceSettings:
             InvalidArgumentError: if there is none, it is damaged or was made for another target.
         """
         if self.drafters is None:
-            raise InvalidArgumentError("drafter_folder", f"the {source} source needs a folder of trained drafters")
+            raise InvalidArgumentError(FOLDER_FIELD, f"the {source} source needs a folder of trained drafters")
         self.drafters.check_target(self.tokenizer_hash, self.vocab_size, hidden_size)
         return self.drafters.file(source, self.config.cache_dir)

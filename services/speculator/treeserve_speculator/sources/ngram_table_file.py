@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.array_file import write_arrays
-from treeserve_speculator.drafter_files import read_drafter
+from treeserve_speculator.drafter_files import FOLDER_FIELD, read_drafter
 
 _KIND = "ngram table 1"
-_FIELD = "drafter_folder"
 _CONTEXTS_PER_BUCKET = 4
 # Of a context without its tokens: fingerprint, length, and its part of a bucket's two offsets.
 BYTES_PER_CONTEXT = 3 + 8 // _CONTEXTS_PER_BUCKET
@@ -195,7 +194,7 @@ class NgramTable:
         """
         table = read_drafter(path, _KIND, cls, cache_dir)
         if table.identity != identity:
-            raise InvalidArgumentError(_FIELD, f"{path} was made for another tokenizer than the target's")
+            raise InvalidArgumentError(FOLDER_FIELD, f"{path} was made for another tokenizer than the target's")
         return table
 
     def __len__(self) -> int:
