@@ -27,8 +27,8 @@ from treeserve_training.draft_vocabulary import DraftVocabulary
 from treeserve_training.head_export import export_head
 from treeserve_training.head_model import HeadModel
 from treeserve_training.ssm_export import drafter_target
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.draft_stream import DraftStream
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.speculator import CommitNotice
 from treeserve_wire import draft_codec
 from treeserve_wire.channel import MAX_MESSAGE_BYTES

@@ -27,9 +27,9 @@ from treeserve.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import TokenTree
 from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.draft_stream import DraftStream
 from treeserve_verifier.main import load_engine
-from treeserve_verifier.planner import Prices
 from treeserve_wire.channel import open_channel
 
 PROMPT = [10, 20, 30, 40, 50]

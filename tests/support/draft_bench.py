@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 

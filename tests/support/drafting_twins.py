@@ -64,7 +64,9 @@ def make_table(folder: Path, vocabulary: Vocabulary, seed: int = 0, max_order: i
     hashes, ends, token_ids, probabilities = [EMPTY_CONTEXT], [0], [], []
     level = [EMPTY_CONTEXT]
     for order in range(max_order):
-        level = [longer_context(h, t) for h in level for t in vocabulary.tokens if rng.random() < (1.0, 0.7, 0.3)[order]]
+        level = [
+            longer_context(h, t) for h in level for t in vocabulary.tokens if rng.random() < (1.0, 0.7, 0.3)[order]
+        ]
         hashes += level
     for _ in hashes:
         found = rng.sample(vocabulary.tokens, rng.randint(0, min(6, len(vocabulary.tokens))))
@@ -201,11 +203,11 @@ class Twins:
         def value(name: str, **labels: str) -> float | None:
             return registry.get_sample_value(f"treeserve_speculator_{name}", labels)
 
-        by_source = {(n, s): value(f"{n}_total", source=s) for n in COUNTED_BY_SOURCE for s in self.sources}
+        by_source = [(name, source) for name in COUNTED_BY_SOURCE for source in self.python_sources or self.sources]
         return {
             "sequences": value("sequences"),
             **{name: value(f"{name}_total") for name in COUNTED},
-            **{f"{name} of {source}": count for (name, source), count in by_source.items()},
+            **{f"{name} of {source}": value(f"{name}_total", source=source) for name, source in by_source},
         }
 
     def _catch_up(self) -> None:

@@ -10,7 +10,7 @@ from support.sequences import make_sequence
 
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.planner import Prices
+from treeserve_verifier.cost_model import Prices
 
 
 def test_asks_become_rare_while_trees_fail_and_carry_all_tokens() -> None:

@@ -10,7 +10,7 @@ from treeserve_core.errors import NotFoundError, StaleBaseError
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SequenceLimits
 from treeserve_core.tree import TokenTree
-from treeserve_verifier.planner import Prices
+from treeserve_verifier.cost_model import Prices
 
 
 def test_a_tree_is_offered_until_it_does_not_fit() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from treeserve_core.proposal import DraftProposal
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.echo import Echo
 from treeserve_verifier.pacing import Pace
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.seat import Seat
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import Speculator

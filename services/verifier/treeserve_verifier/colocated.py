@@ -18,8 +18,8 @@ from treeserve_core.identity import ModelIdentity
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits
 from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.drafting import DraftDesk
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 

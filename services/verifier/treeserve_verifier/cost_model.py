@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 _MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_MEASURED_ROWS = _MEASURED_ROWS[-1]
@@ -21,6 +22,21 @@ _FORGOTTEN = 0.001  # of what is known of a stair, with each step below it
 _MOST_SURPRISE = 2.5  # one outlier must not distort the table
 _AGES_MS = 1e9
 _LEAST_ROW_SHARE = 1e-4  # of a one-row step: a price of 0 could never be corrected
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What plain decoding pays, and what a draft node does.
+
+    Attributes:
+        token_s: seconds of a step for each of its sequences, t(b) / b.
+        row: cost of one more row for each of them, in tokens: (t(2 b) - t(b)) / t(b).
+        node: the least that a draft node costs when each of them has n, in tokens: min of (t(b + n b) - t(b)) / n t(b).
+    """
+
+    token_s: float
+    row: float
+    node: float = 0.0
 
 
 class CostModel:
@@ -52,6 +68,7 @@ class CostModel:
         self._first_ms = tuple(self._ms)
         self._prefill_row_ms = self._ms[-1] / self._rows[-1] if prefill_row_ms is None else prefill_row_ms
         self._attend_ms = attend_ms
+        self._prices: dict[int, Prices] = {}  # by decoding sequences, since the last step that was observed
 
     @classmethod
     def measure(
@@ -135,6 +152,21 @@ class CostModel:
             return self._ms[stair]
         return self._ms[-1] * rows / self._rows[-1]
 
+    def prices(self, decoding: int) -> Prices:
+        """What tokens and rows cost while so many sequences decode."""
+        known = self._prices.get(decoding)
+        if known is None:
+            known = self._prices[decoding] = self._priced(max(decoding, 1))
+        return known
+
+    def _priced(self, roots: int) -> Prices:
+        step_ms = self.step_ms(roots)
+        row = self.step_ms(2 * roots) / step_ms - 1.0
+        # A stair's last row is its cheapest.
+        stairs = ((rows / roots - 1.0, ms / step_ms - 1.0) for rows, ms in zip(self._rows, self._ms, strict=True))
+        node = min((cost / nodes for nodes, cost in stairs if nodes >= 1.0), default=row)
+        return Prices(step_ms / roots / 1e3, row, max(0.0, node))
+
     def prefill_ms(self, rows: int, context: int) -> float:
         """What a step takes longer by for a prefill chunk of so many rows after so many KV positions."""
         return self._prefill_ms(rows, rows * (context + rows / 2.0))
@@ -152,6 +184,7 @@ class CostModel:
         """
         if ms <= 0:
             return
+        self._prices.clear()
         surprise = min(ms / (self.step_ms(rows) + self._prefill_ms(prefill_rows, attended)), _MOST_SURPRISE) - 1.0
         change = _SMOOTHING * surprise
         stair = bisect.bisect_left(self._rows, rows)

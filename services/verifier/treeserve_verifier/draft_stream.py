@@ -14,9 +14,9 @@ from treeserve_core.errors import InvalidArgumentError, TreeserveError
 from treeserve_core.features import FeatureRows
 from treeserve_core.identity import PROTOCOL_VERSION, ModelIdentity, check_protocol
 from treeserve_verifier.config import VerifierConfig
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.loop import VerifyLoop
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, Speculator
 from treeserve_wire import codec, draft_codec

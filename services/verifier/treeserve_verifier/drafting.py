@@ -11,8 +11,8 @@ from treeserve_core.features import FeatureRows, FeatureShape, FeatureWindow
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.tree import TokenTree, merge
 from treeserve_verifier.asking import WORTH, Asking
+from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.pacing import Pace
-from treeserve_verifier.planner import Prices
 from treeserve_verifier.seat import Seat, known_already
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import CommitNotice, DraftOutbox, Speculator, SpeculatorKind

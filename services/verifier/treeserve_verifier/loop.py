@@ -12,12 +12,12 @@ from treeserve_core.errors import HandedBackError, InvalidArgumentError
 from treeserve_core.features import FeatureShape
 from treeserve_core.proposal import DraftProposal
 from treeserve_verifier.colocated import ColocatedOutbox
-from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.cost_model import CostModel, Prices
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.load import Load, SpeedMeter
 from treeserve_verifier.metrics import VerifierMetrics
-from treeserve_verifier.planner import Prices, StepPlanner
+from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from treeserve_verifier.config import VerifierConfig
-from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.cost_model import CostModel, Prices
 from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.selection import Offer, RatedNode, Selection
 from treeserve_verifier.sequence import Sequence
@@ -16,21 +15,6 @@ from treeserve_verifier.step_room import Patience, StepRoom
 
 _SPARE_NODES = 4
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What plain decoding pays, and what a draft node does.
-
-    Attributes:
-        token_s: seconds of a step for each of its sequences, t(b) / b.
-        row: cost of one more row for each of them, in tokens: (t(2 b) - t(b)) / t(b).
-        node: the least that a draft node costs when each of them has n, in tokens: min of (t(b + n b) - t(b)) / n t(b).
-    """
-
-    token_s: float
-    row: float
-    node: float = 0.0
 
 
 class StepPlanner:
@@ -56,7 +40,7 @@ class StepPlanner:
         share = (self._config.step_rows - running) // max(running, 1)
         if sequence.max_len - len(sequence.tokens) <= 1:  # the bonus token alone finishes it
             return 0
-        if self.prices(running).row > _MOST_OF_A_TOKEN and self._cost.is_proved(2 * max(running, 1)):
+        if self._cost.prices(running).row > _MOST_OF_A_TOKEN and self._cost.is_proved(2 * max(running, 1)):
             return 0
         # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
         pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES
@@ -64,13 +48,7 @@ class StepPlanner:
 
     def prices(self, decoding: int) -> Prices:
         """What tokens and rows cost while so many sequences decode."""
-        roots = max(decoding, 1)
-        step_ms = self._cost.step_ms(roots)
-        row = self._cost.step_ms(2 * roots) / step_ms - 1.0
-        # A stair's last row is its cheapest.
-        stairs = ((rows / roots - 1.0, ms / step_ms - 1.0) for rows, ms in self._cost.table.items())
-        node = min((cost / nodes for nodes, cost in stairs if nodes >= 1.0), default=row)
-        return Prices(step_ms / roots / 1e3, row, max(0.0, node))
+        return self._cost.prices(decoding)
 
     def node_cost(self, plan: StepPlan) -> float:
         """What one draft node of a plan costs, in tokens: as many as plain decoding emits in that time."""
@@ -80,7 +58,7 @@ class StepPlanner:
         rows = plan.rows - plan.prefill_rows
         extra_ms = self._cost.step_ms(rows) - self._cost.step_ms(rows - nodes)
         decoding = sum(p.tree is not None for p in plan.sequences)
-        return extra_ms / nodes / 1e3 / self.prices(decoding).token_s
+        return extra_ms / nodes / 1e3 / self._cost.prices(decoding).token_s
 
     def plan(self, candidates: SequenceOf[Candidate]) -> StepPlan:
         """The next step. Sequences beyond the row budget wait; candidates come in order of precedence."""
