@@ -234,6 +234,8 @@ class TokenTree:
         """
         listed = list(nodes)
         kept = sorted({root, *listed})
+        if len(kept) == len(self) and self.draws is None:
+            return self
         index = {old: new for new, old in enumerate(kept)}
         below = kept[1:]
         for old in below:
