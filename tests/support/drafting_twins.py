@@ -63,10 +63,8 @@ def make_table(folder: Path, vocabulary: Vocabulary, seed: int = 0, max_order: i
     rng = random.Random(seed)
     hashes, ends, token_ids, probabilities = [EMPTY_CONTEXT], [0], [], []
     level = [EMPTY_CONTEXT]
-    for order in range(max_order):
-        level = [
-            longer_context(h, t) for h in level for t in vocabulary.tokens if rng.random() < (1.0, 0.7, 0.3)[order]
-        ]
+    for known in (1.0, 0.7, 0.3)[:max_order]:
+        level = [longer_context(h, t) for h in level for t in vocabulary.tokens if rng.random() < known]
         hashes += level
     for _ in hashes:
         found = rng.sample(vocabulary.tokens, rng.randint(0, min(6, len(vocabulary.tokens))))
