@@ -83,13 +83,30 @@ async def test_a_step_that_ends_a_sequence_is_counted_before_its_tokens_leave(
     assert found == counted, "other steps are counted during the next forward pass"
 
 
-async def test_planning_and_sampling_are_part_of_what_a_step_costs() -> None:
-    """The engine says its forward pass took 1 ms; the whole step took five."""
+async def test_all_that_is_done_for_a_step_is_part_of_what_it_costs() -> None:
+    """The engine says its forward pass took 1 ms; the whole step took five, and what came before it, such as drafting
+    in this process, two."""
     rig = Rig(None)
     rig.engine.took_s = 0.005
     rig.loop.submit(make_sequence())
     for _ in range(200):
+        rig.now += 0.002
         await rig.loop.step()
+    assert rig.cost.step_ms(1) == pytest.approx(7.0, rel=0.05)
+
+
+async def test_waiting_is_no_part_of_what_a_step_costs() -> None:
+    """Nobody is there for a second before each request, of one token each, which takes 5 ms."""
+    rig = Rig(FinishReason.STOP)
+    rig.engine.took_s = 0.005
+    running = asyncio.create_task(rig.loop.run())
+    for _ in range(200):
+        await asyncio.sleep(0)
+        rig.now += 1.0
+        ended = asyncio.Event()
+        rig.loop.submit(make_sequence([1], emit=lambda emission, ended=ended: ended.set()))
+        await ended.wait()
+    running.cancel()
     assert rig.cost.step_ms(1) == pytest.approx(5.0, rel=0.05)
 
 
