@@ -26,7 +26,7 @@ export TREESERVE_CACHE := $(CACHE)
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) $(MODEL) $(NATIVE) ## Create .venv from the hashed lock, build the kernels, fetch the default model
+setup: $(INSTALLED) $(MODEL) $(NATIVE) ## Create .venv from the hashed lock, build the native code, fetch the default model
 
 $(INSTALLED): requirements/treeserve.lock pyproject.toml
 	@echo "setting up: a virtual environment with the locked packages (about 3 GB, a minute or two)"

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeAlias
 
 # Contraction would fuse a multiplication and an addition on one instruction set and not on another.
 _FLAGS = (
@@ -20,6 +21,9 @@ _FLAGS = (
     "-Wextra",
 )  # fmt: skip
 _COMPILERS = ("g++", "c++", "clang++")
+
+
+Signatures: TypeAlias = Mapping[str, tuple[Any, Sequence[Any]]]
 
 
 class BuildError(Exception):
@@ -89,20 +93,27 @@ def build_as_told(description: str | None, folder: Path, build: Callable[[Path, 
         parser.exit(1, f"{error}\n")
 
 
-def load_shared_object(path: Path, version_function: str, version: int, build_module: str) -> ctypes.CDLL:
-    """Load one.
+def load_shared_object(
+    path: Path, version_function: str, version: int, signatures: Signatures, *, build_module: str
+) -> ctypes.CDLL:
+    """Load one and declare its functions.
 
     Args:
         version_function: its function that says which version its interface has.
+        signatures: result and arguments of the others, by name.
         build_module: what builds it, for people.
 
     Raises:
-        OSError: if it is missing, does not load, or its interface has another version.
+        OSError: if it is missing, does not load, lacks a function, or its interface has another version.
     """
     try:
         _check_whole(path)
         library = ctypes.CDLL(str(path))
         found = getattr(library, version_function)()
+        if found == version:
+            for name, (result, arguments) in signatures.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise OSError(f"{path} does not load ({error}); build it: python -m {build_module}") from error
     if found != version:

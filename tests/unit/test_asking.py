@@ -184,14 +184,17 @@ def test_what_drafts_here_must_pay_for_each_sequence() -> None:
     bench = Bench()
     here = bench.desk.attach("here", ("ngram",), Outbox(), wants_top_tokens=False, is_colocated=True)
     there, _ = bench.attach("ssm")
-    for speculator in (here, there):
-        speculator.latency_s = speculator.tree_s = 0.0008
+    for speculator, tree_s in ((here, 0.0024), (there, 0.0008)):
+        speculator.latency_s = speculator.tree_s = tree_s
         speculator.brings = 0.5
     for _ in range(4):
         bench.open(make_sequence())
     assert (bench.eager(here), bench.eager(there)) == (0, 4), (
-        "0.5 tokens at half of 4 ms are worth 1 ms, of which it takes 0.8 each time"
+        "0.5 tokens at half of 4 ms are worth 1 ms, and a third of what it takes each time counts 1.5 times"
     )
+    here.tree_s = 0.0019
+    bench.open(make_sequence())
+    assert bench.eager(here) == 5
 
 
 def test_asking_for_several_at_once_pays_where_it_does_not_for_one() -> None:

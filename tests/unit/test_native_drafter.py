@@ -163,13 +163,17 @@ class TestLearning:
         assert [len(tree) > 1 for tree in pair.draft()] == [True, True]
         assert not pair.native.is_due
 
-    def test_a_tree_that_nobody_wants_any_more(self) -> None:
+    def test_who_ends_while_others_wait_is_forgotten_later(self) -> None:
         pair = Twins(SMALL, ("ngram",))
         pair.assign(1, TEXT[:8])
         pair.assign(2, TEXT[:8])
         pair.commit(1, TEXT[8:9], budget=0)
         pair.release(2)
-        assert pair.draft() == [] and not pair.native.is_due
+        assert len(pair.draft()) == 1, "the tree that sequence 2 was asked for; nobody looks at it any more"
+        assert pair.counts(pair.registries[1])["sequences"] == 2
+        pair.learn()
+        assert pair.counts(pair.registries[1])["sequences"] == 1
+        pair.assert_same_counts()
 
 
 class TestBounds:
@@ -188,8 +192,9 @@ class TestBounds:
     @pytest.mark.parametrize(("bound", "helps"), [(0, False), (500_000, True)])
     def test_a_response_helps_if_it_is_remembered(self, bound: int, helps: bool) -> None:
         pair = Twins(SMALL, ("suffix",), max_shared_nodes=bound)
-        pair.assign(1, TEXT, prompt_len=1)
+        pair.assign(1, TEXT, prompt_len=1, budget=0)
         pair.release(1)
+        pair.learn()
         pair.assign(2, [F, C])
         assert (len(pair.draft()[0]) > 1) is helps
 

@@ -110,6 +110,28 @@ async def test_waiting_is_no_part_of_what_a_step_costs() -> None:
     assert rig.cost.step_ms(1) == pytest.approx(5.0, rel=0.05)
 
 
+async def test_what_is_done_before_a_wait_for_trees_is_part_of_what_a_step_costs() -> None:
+    """Each step of 5 ms is drafted for during 2 ms, and then waits 3 ms for a speculator's tree."""
+    rig = Rig(None)
+    rig.engine.took_s = 0.005
+    loop, waits = rig.loop, iter([])
+
+    def draft_here() -> None:
+        rig.now += 0.002 if waits.__length_hint__() == 2 else 0.0
+
+    async def wait() -> None:
+        rig.now += 0.003
+
+    loop._draft_here, loop._changed.wait = draft_here, wait  # type: ignore[method-assign,assignment]
+    loop._desk.wait_until = lambda sequences: next(waits)  # type: ignore[method-assign]
+    loop.submit(make_sequence())
+    for _ in range(200):
+        waits = iter([rig.now + 1.0, 0.0])
+        await loop._until_ready()
+        await loop.step()
+    assert rig.cost.step_ms(1) == pytest.approx(7.0, rel=0.05)
+
+
 class Outbox:
     """A speculator that never answers."""
 

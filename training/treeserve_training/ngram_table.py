@@ -56,7 +56,7 @@ class NgramTableOptions:
         InvalidArgumentError: if no file can hold lists of that length.
     """
 
-    max_bytes: int = 8_000_000
+    max_bytes: int = 12_000_000
     max_order: int = 4
     concentration: float = 3.0
     max_successors: int = 40

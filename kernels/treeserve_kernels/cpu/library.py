@@ -11,7 +11,7 @@ import numpy as np
 
 from treeserve_kernels.cpu import structures as c
 from treeserve_kernels.cpu.build import LIBRARY_NAME
-from treeserve_kernels.shared_object import load_shared_object
+from treeserve_kernels.shared_object import Signatures, load_shared_object
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
@@ -51,9 +51,9 @@ def load() -> ctypes.CDLL:
     Raises:
         OSError: if it is missing, does not load, or belongs to another version of this package.
     """
-    library = load_shared_object(library_path(), "ts_abi_version", _ABI_VERSION, "treeserve_kernels.cpu.build")
-    _declare(library)
-    return library
+    return load_shared_object(
+        library_path(), "ts_abi_version", _ABI_VERSION, _signatures(), build_module="treeserve_kernels.cpu.build"
+    )
 
 
 def check(status: int) -> None:
@@ -79,12 +79,12 @@ def address(array: np.ndarray) -> int:
     return pointer
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _signatures() -> Signatures:
     pointer, int32, int64, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
     float64, uint64, count = ctypes.c_double, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64)
     out = ctypes.POINTER(ctypes.c_void_p)
     shape, linear = ctypes.POINTER(c.Shape), ctypes.POINTER(c.Linear)
-    signatures = {
+    return {
         "ts_last_error": (text, ()),
         "ts_isas": (text, ()),
         "ts_decoder_create": (int32, (shape, ctypes.POINTER(c.Weights), int32, text, out)),
@@ -101,6 +101,3 @@ def _declare(library: ctypes.CDLL) -> None:
         "ts_find_largest": (int32, (text, int64, pointer, int64, ctypes.POINTER(int64), ctypes.POINTER(int32))),
         "ts_find_rivals": (int32, (text, int64, pointer, pointer, float64, uint64, int64, pointer, count)),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments

@@ -16,7 +16,6 @@ Int64Array = npt.NDArray[np.int64]
 
 # Temperatures that `find_rivals` takes.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-100, 2.0**100
-MOST_LARGEST = 64  # that `find_largest` finds
 
 
 def find_largest(values: Float32Array, num: int, *, isa: str | None = None) -> list[int] | None:
@@ -24,7 +23,7 @@ def find_largest(values: Float32Array, num: int, *, isa: str | None = None) -> l
 
     Args:
         values: float32[n], contiguous.
-        num: how many, from 1 to n and `MOST_LARGEST`.
+        num: how many, from 1 to n and 64.
         isa: one of `library.isas()`; the best by default.
 
     Returns:

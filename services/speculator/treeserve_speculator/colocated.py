@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
@@ -17,18 +18,19 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits
-from treeserve_speculator.config import CHEAP_SOURCES, TRAINED, SpeculatorConfig
+from treeserve_speculator.config import CHEAP_SOURCES, NGRAM_TABLE, TRAINED, SpeculatorConfig
 from treeserve_speculator.drafter import Drafter, TreeLimits
 from treeserve_speculator.main import build_drafter
 from treeserve_speculator.metrics import SpeculatorMetrics
-from treeserve_speculator.native.library import is_built
+from treeserve_speculator.native import library
 from treeserve_speculator.native_drafter import NativeDrafter
 from treeserve_speculator.sequence import CommittedTokens, DraftPrices, DraftSequence, DraftWork
 from treeserve_speculator.session import DraftSession
 from treeserve_speculator.sources.base import SourceSettings
-from treeserve_speculator.sources.ngram_table import NgramTableSource
-from treeserve_speculator.sources.ngram_table_file import NgramTable
+from treeserve_speculator.sources.ngram_table import open_table
 from treeserve_speculator.sources.registry import source_names
+
+_log = structlog.get_logger(__name__)
 
 
 class ColocatedDrafter:
@@ -44,6 +46,7 @@ class ColocatedDrafter:
         self.wants_top_tokens = drafter.wants_top_tokens
         self._session = DraftSession(drafter, limits, metrics, trace.NoOpTracer())
         self._works: list[DraftWork] = []
+        self._released: list[int] = []
 
     @property
     def is_due(self) -> bool:
@@ -86,8 +89,8 @@ class ColocatedDrafter:
         self._works.append(DraftWork(commits=(committed,)))
 
     def release(self, handle: int) -> None:
-        """Forget a sequence."""
-        self._works.append(DraftWork(released=(handle,)))
+        """Forget a sequence, when nobody waits: what it leaves behind takes its time to be stored."""
+        self._released.append(handle)
 
     def draft(self, token_us: float, node: float) -> list[tuple[int, DraftProposal]]:
         """Trees for what was asked, by handle, at these prices (`DraftPrices`)."""
@@ -99,7 +102,8 @@ class ColocatedDrafter:
         self._session.learn()
         if not self.is_due:
             works, self._works = self._works, []
-            self._session.run(works)
+            released, self._released = self._released, []
+            self._session.run([*works, DraftWork(released=tuple(released))])
 
 
 def build(
@@ -136,29 +140,21 @@ def build(
         max_nodes=max(max_nodes, 1),
         max_depth=max_depth,
     )
-    names = _cheap(config, identity)
+    settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, frozenset(identity.eos_token_ids))
+    names = tuple(name for name in source_names(settings) if name in CHEAP_SOURCES)
     if not names:
         return None
     metrics, limits = SpeculatorMetrics(registry), TreeLimits(config.max_nodes, max_depth)
-    drafter = build_drafter(replace(config, sources=names), identity, metrics)
-    if is_built():
-        return NativeDrafter(
-            names,
-            _table(drafter),
-            vocab_size=identity.vocab_size,
-            eos_token_ids=identity.eos_token_ids,
-            limits=limits,
-            metrics=metrics,
-        )
-    return ColocatedDrafter(drafter, limits, metrics)
-
-
-def _table(drafter: Drafter) -> NgramTable | None:
-    """Of the source that has one."""
-    return next((source.table for source in drafter.sources if isinstance(source, NgramTableSource)), None)
-
-
-def _cheap(config: SpeculatorConfig, identity: ModelIdentity) -> tuple[str, ...]:
-    """The cheap ones of the configured sources."""
-    settings = SourceSettings(config, identity.vocab_size, identity.tokenizer_hash, frozenset(identity.eos_token_ids))
-    return tuple(name for name in source_names(settings) if name in CHEAP_SOURCES)
+    try:
+        library.load()
+    except OSError as error:
+        _log.warning("drafting in Python, which is slower", reason=str(error))
+        return ColocatedDrafter(build_drafter(replace(config, sources=names), identity, metrics), limits, metrics)
+    return NativeDrafter(
+        names,
+        open_table(settings) if NGRAM_TABLE in names else None,
+        vocab_size=identity.vocab_size,
+        eos_token_ids=identity.eos_token_ids,
+        limits=limits,
+        metrics=metrics,
+    )

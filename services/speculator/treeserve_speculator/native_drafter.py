@@ -90,6 +90,7 @@ class NativeDrafter:
         self._counters = [metrics.of_source(name) for name in self.sources]
         self._counted = [(0.0, 0, 0, 0)] * len(self.sources)
         self._works: list[Callable[[], None]] = []
+        self._released: list[int] = []
         self._due: dict[int, int] = {}  # budgets by handle, in the order in which they were told of; 0 for no tree
         self._told: list[_Told] = []
 
@@ -138,9 +139,8 @@ class NativeDrafter:
         self._due[handle] = budget
 
     def release(self, handle: int) -> None:
-        """Forget a sequence."""
-        self._works.append(partial(self._release, handle))
-        self._due.pop(handle, None)
+        """Forget a sequence, when nobody waits: what it leaves behind takes its time to be stored."""
+        self._released.append(handle)
 
     def draft(self, token_us: float, node: float) -> list[tuple[int, DraftProposal]]:
         """Trees for what was asked, by handle.
@@ -171,8 +171,8 @@ class NativeDrafter:
         if not self.is_due:
             self._catch_up()
             self._due.clear()
-            told, self._told = self._told, []
-            self._remember(told)
+            self._remember()
+            self._release()
 
     def _catch_up(self) -> None:
         works, self._works = self._works, []
@@ -190,17 +190,18 @@ class NativeDrafter:
         if told.top_token_ids:
             self._told.append(told)
 
-    def _release(self, handle: int) -> None:
-        self._remember([told for told in self._told if told.handle == handle])  # while its tokens are known
-        self._told = [told for told in self._told if told.handle != handle]
-        library.check(self._library.ts_drafter_release(self._drafter, handle))
-        self._metrics.sequences.dec()
+    def _release(self) -> None:
+        released, self._released = self._released, []
+        for handle in released:
+            library.check(self._library.ts_drafter_release(self._drafter, handle))
+            self._metrics.sequences.dec()
 
-    def _remember(self, all_told: Sequence[_Told]) -> None:
+    def _remember(self) -> None:
+        all_told, self._told = self._told, []
         for handle, position, top in all_told:
             width = max(map(len, top))
             rows = np.full((len(top), width), library.NOTHING, np.int32)  # of some tokens nothing is told
-            for row, token_ids in zip(rows, top, strict=True):
+            for row, token_ids in zip(rows, map(tuple, top), strict=True):
                 row[: len(token_ids)] = token_ids
             pointer = rows.ctypes.data_as(library.Int32s)
             library.check(self._library.ts_drafter_remember(self._drafter, handle, position, pointer, *rows.shape))
@@ -260,7 +261,7 @@ def _table_arrays(table: NgramTable) -> library.NgramTableArrays:
     for name, (dtype, kind) in _TABLE_ARRAYS.items():
         array = arrays[name]
         is_right = array.dtype.kind == "u" if dtype is None else array.dtype == dtype
-        if not is_right or array.shape != (counts[kind],):
+        if not is_right or array.shape != (counts[kind],) or not array.flags.c_contiguous:
             raise ValueError(f"the table's {name}")
     calibration = table.calibration
     return library.NgramTableArrays(

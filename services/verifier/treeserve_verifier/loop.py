@@ -219,7 +219,8 @@ class VerifyLoop:
             self._draft_here()
             if len(self._scheduler) == 0:
                 self._catch_up()
-                await self._wait_for_change()
+                await self._changed.wait()
+                self._at_work_since = self._clock()
                 continue
             decoding = [s for s in self._scheduler.running if self._scheduler.uncomputed(s) == 1]
             now, until = self._clock(), self._desk.wait_until(decoding)
@@ -230,15 +231,12 @@ class VerifyLoop:
                 await asyncio.sleep(0)  # the asks leave first
                 self._catch_up()
             alarm = asyncio.get_running_loop().call_later(until - now, self._changed.set)
-            await self._wait_for_change()
+            await self._changed.wait()
             alarm.cancel()
+            self._at_work_since += self._clock() - now
         if waiting_since is not None:
             self._metrics.tree_waits.inc()
             self._metrics.tree_wait_seconds.inc(now - waiting_since)
-
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
-        self._at_work_since = self._clock()
 
     def _draft_here(self) -> None:
         """Take the trees of the drafter in this process."""

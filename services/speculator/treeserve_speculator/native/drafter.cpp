@@ -49,8 +49,7 @@ void check_table(const TsNgramTable& table, Token vocab_size) {
 }  // namespace
 
 TsDrafter::TsDrafter(const TsDraftingConfig& config)
-    : counts_(config.num_sources),
-      eos_(config.eos, config.eos + config.num_eos),
+    : eos_(config.eos, config.eos + std::max(config.num_eos, 0)),
       vocab_size_(config.vocab_size),
       max_nodes_(config.max_nodes),
       max_depth_(config.max_depth),
@@ -58,7 +57,9 @@ TsDrafter::TsDrafter(const TsDraftingConfig& config)
       recycling_(config.vocab_size, config.max_shared_rows),
       mixture_(eos_) {
     require(config.num_sources >= 1 && config.num_sources <= kMaxSources, "one to four sources");
+    require(config.num_eos >= 0, "the number of end-of-sequence tokens");
     require(config.vocab_size >= 1 && config.max_nodes >= 1 && config.max_depth >= 1, "sizes are above 0");
+    counts_.resize(config.num_sources);
     require(config.max_shared_nodes >= 0 && config.max_shared_rows >= 0, "a bound below 0");
     for (int32_t i = 0; i < config.num_sources; ++i) {
         require(config.sources[i] >= TS_NGRAM && config.sources[i] <= TS_NGRAM_TABLE, "an unknown source");

@@ -1,15 +1,17 @@
 // The C interface: turns exceptions into statuses.
 #include "drafting.h"
 
+#include <cstdio>
 #include <exception>
 #include <stdexcept>
-#include <string>
 
 #include "drafter.h"
 
 namespace {
 
-thread_local std::string last_error;
+thread_local char last_error[256];
+
+void note(const char* what) { std::snprintf(last_error, sizeof last_error, "%s", what); }
 
 template <class Function>
 TsDraftStatus guarded(Function function) {
@@ -17,10 +19,10 @@ TsDraftStatus guarded(Function function) {
         function();
         return TS_DRAFT_OK;
     } catch (const std::invalid_argument& error) {
-        last_error = error.what();
+        note(error.what());
         return TS_DRAFT_INVALID_ARGUMENT;
     } catch (const std::exception& error) {
-        last_error = error.what();
+        note(error.what());
         return TS_DRAFT_INTERNAL;
     }
 }
@@ -29,7 +31,7 @@ TsDraftStatus guarded(Function function) {
 
 int32_t ts_drafting_abi_version() { return TS_DRAFTING_ABI_VERSION; }
 
-const char* ts_drafting_last_error() { return last_error.c_str(); }
+const char* ts_drafting_last_error() { return last_error; }
 
 TsDraftStatus ts_drafter_create(const TsDraftingConfig* config, TsDrafter** drafter) {
     return guarded([&] { *drafter = new TsDrafter(*config); });

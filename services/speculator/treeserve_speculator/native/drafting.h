@@ -1,7 +1,7 @@
 // The C interface of native drafting: what native_drafter.py calls.
 //
-// A function that can fail returns a TsDraftStatus; ts_drafting_last_error() then says why, for the calling thread, and
-// nothing has changed. Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter
+// A function that can fail returns a TsDraftStatus; ts_drafting_last_error() then says why, for the calling thread. After
+// an invalid argument nothing has changed; after TS_DRAFT_INTERNAL (memory ran out) a drafter may only be destroyed. Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter
 // is not thread-safe.
 #pragma once
 

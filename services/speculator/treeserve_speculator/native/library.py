@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from treeserve_kernels.shared_object import load_shared_object
+from treeserve_kernels.shared_object import Signatures, load_shared_object
 from treeserve_speculator.native.build import LIBRARY_NAME
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
@@ -92,9 +92,13 @@ def load() -> ctypes.CDLL:
         OSError: if it is missing, does not load, or belongs to another version of this package.
     """
     path = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name(LIBRARY_NAME))
-    library = load_shared_object(path, "ts_drafting_abi_version", _ABI_VERSION, "treeserve_speculator.native.build")
-    _declare(library)
-    return library
+    return load_shared_object(
+        path,
+        "ts_drafting_abi_version",
+        _ABI_VERSION,
+        _signatures(),
+        build_module="treeserve_speculator.native.build",
+    )
 
 
 def check(status: int) -> None:
@@ -104,9 +108,9 @@ def check(status: int) -> None:
         raise (ValueError if status == _INVALID_ARGUMENT else RuntimeError)(message.decode())
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _signatures() -> Signatures:
     reference = ctypes.POINTER
-    signatures = {
+    return {
         "ts_drafting_last_error": (ctypes.c_char_p, ()),
         "ts_drafter_create": (_int32, (reference(DraftingConfig), reference(_pointer))),
         "ts_drafter_destroy": (None, (_pointer,)),
@@ -118,6 +122,3 @@ def _declare(library: ctypes.CDLL) -> None:
         "ts_drafter_learn": (_int32, (_pointer,)),
         "ts_drafter_counts": (None, (_pointer, reference(SourceCounts))),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments

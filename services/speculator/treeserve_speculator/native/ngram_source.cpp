@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "keyed_hash.h"
+
 namespace treeserve {
 
 namespace {
@@ -13,11 +15,8 @@ const std::array<double, 6> kMatchLogProbs = {std::log(0.2), std::log(0.4), std:
 }  // namespace
 
 size_t NgramIndex::Hash::operator()(const Ngram& ngram) const {
-    uint64_t hash = 0;
-    for (const Token token : ngram.tokens) {
-        hash = (hash + static_cast<uint32_t>(token) + 1) * 0x9E3779B97F4A7C15;
-        hash ^= hash >> 29;
-    }
+    uint64_t hash = hash_key();
+    for (const Token token : ngram.tokens) hash = keyed_hash(static_cast<uint32_t>(token), hash);
     return hash;
 }
 

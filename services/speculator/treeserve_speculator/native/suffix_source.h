@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "keyed_hash.h"
 #include "tenant_memories.h"
 #include "token_tree.h"
 
@@ -41,7 +42,7 @@ class SuffixTrie {
         Node first_child = kNone, last_child = kNone, next_sibling = kNone, previous_sibling = kNone;
     };
     struct Hash {
-        size_t operator()(uint64_t key) const { return (key * 0x9E3779B97F4A7C15) >> 20; }
+        size_t operator()(uint64_t key) const { return keyed_hash(key); }
     };
     static uint64_t key(Node node, Token token) { return uint64_t{node} << 32 | static_cast<uint32_t>(token); }
 

@@ -37,9 +37,6 @@ class NgramTableSource:
     Args:
         max_depth: deepest node.
         min_probability: least path probability of a node.
-
-    Attributes:
-        table: what it looks tokens up in.
     """
 
     name = NGRAM_TABLE
@@ -53,7 +50,7 @@ class NgramTableSource:
         max_depth: int = _MAX_DEPTH,
         min_probability: float = 0.01,
     ) -> None:
-        self.table = table
+        self._table = table
         self._eos_token_ids = eos_token_ids
         self._max_depth = max_depth
         self._min_probability = min_probability
@@ -85,7 +82,7 @@ class NgramTableSource:
         seen: set[int] = state.source_state[self.name]
         # Other sources may agree with what alone would not pay.
         least = math.log(max(self._min_probability, state.prices.node / 2.0))
-        context_len, root_position = self.table.max_order, len(state.tokens)
+        context_len, root_position = self._table.max_order, len(state.tokens)
         token_ids, parents, depths, log_probs, path_log_probs = [state.tokens[-1]], [-1], [0], [0.0], [0.0]
         contexts = {0: tuple(state.tokens[: -context_len - 1 : -1])}  # tokens up to a node, the latest first
         children: dict[int, list[tuple[float, int]]] = {}
@@ -118,10 +115,10 @@ class NgramTableSource:
         self, latest_first: tuple[int, ...], seen: set[int], sampling: SamplingParams, position: int, least: float
     ) -> list[tuple[float, int]]:
         """What may follow a context with a log-probability of at least `least`: that and token, the best first."""
-        found = self.table.successors(latest_first)
+        found = self._table.successors(latest_first)
         weights, rest = self._weights(found, seen), found.rest
         if not sampling.is_greedy:
-            calibration, temperature = self.table.calibration, min(sampling.temperature, _MAX_TEMPERATURE)
+            calibration, temperature = self._table.calibration, min(sampling.temperature, _MAX_TEMPERATURE)
             power = calibration.noise * temperature
             noise = nearly_gumbel(sampling.seed, position, found.token_ids)
             weights = [weight * math.exp(power * g) for weight, g in zip(weights, noise, strict=True)]
@@ -133,7 +130,7 @@ class NgramTableSource:
         return [(math.log(-negative / total), token_id) for negative, token_id in ranked]
 
     def _weights(self, found: Successors, seen: set[int]) -> list[float]:
-        weights, again = list(found.weights), self.table.calibration.again
+        weights, again = list(found.weights), self._table.calibration.again
         for token_id in seen.intersection(found.token_ids):
             weights[found.token_ids.index(token_id)] *= again
         return weights
@@ -143,13 +140,13 @@ class NgramTableSource:
         seen: set[int] = state.source_state[self.name]
         limits = GrowthLimits(budget, self._max_depth, _DRAWN_WIDTH, self._min_probability)
         growth = TreeGrowth(state.tokens[-1], limits, self._eos_token_ids)
-        contexts = {0: tuple(state.tokens[: -self.table.max_order - 1 : -1])}
+        contexts = {0: tuple(state.tokens[: -self._table.max_order - 1 : -1])}
         while level := growth.next_level():
             for node in level:
                 if node > 0:
-                    above = contexts[growth.parents[node]][: self.table.max_order - 1]
+                    above = contexts[growth.parents[node]][: self._table.max_order - 1]
                     contexts[node] = (growth.token_ids[node], *above)
-                found = self.table.successors(contexts[node])
+                found = self._table.successors(contexts[node])
                 if found.token_ids:
                     count = growth.num_draws(node, _DRAWN_WIDTH)
                     growth.expand_by(node, self._draws(found, seen, state, growth.depths[node], count))
@@ -162,14 +159,17 @@ class NgramTableSource:
         return draw_children(logits, state.sampling, len(state.tokens) + depth, count, ids[order])
 
 
-def build(settings: SourceSettings) -> NgramTableSource:
-    """The source with the target's table.
+def open_table(settings: SourceSettings) -> NgramTable:
+    """The target's table.
 
     Raises:
-        InvalidArgumentError: if there is no table that is whole and the target's.
+        InvalidArgumentError: if there is none that is whole and the target's.
     """
-    config = settings.config
-    file = settings.trained_file(NGRAM_TABLE)
     identity = TableIdentity(settings.tokenizer_hash, settings.vocab_size)
-    table = NgramTable.open(file, identity, config.cache_dir)
-    return NgramTableSource(table, settings.eos_token_ids, max_depth=min(_MAX_DEPTH, config.max_depth))
+    return NgramTable.open(settings.trained_file(NGRAM_TABLE), identity, settings.config.cache_dir)
+
+
+def build(settings: SourceSettings) -> NgramTableSource:
+    """The source with the target's table. Raises as `open_table`."""
+    max_depth = min(_MAX_DEPTH, settings.config.max_depth)
+    return NgramTableSource(open_table(settings), settings.eos_token_ids, max_depth=max_depth)
