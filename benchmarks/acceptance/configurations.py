@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.acceptance.drafters import fresh_drafter
 from treeserve_cli.layout import ClusterConfig
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_speculator.config import SSMS
+from treeserve_speculator.config import HEAD, SSMS
 from treeserve_speculator.drafter import Drafter
 
-SINGLE = ("ngram", "suffix", "recycling", "ngram_table", "ssm", "head")
+SINGLE = ("ngram", "suffix", "recycling", "ngram_table", "ssm", HEAD)
 CORPUS = "corpus"  # alone only: which text an operator has says little of how others would fare
 MERGED = "merged"
 OUT_OF_THE_BOX = "out_of_the_box"
@@ -55,6 +55,7 @@ def find_configurations(
     ssms: Mapping[str, Any],
     also: Mapping[str, Mapping[str, Any]],
     corpus: Path | None = None,
+    head: Mapping[str, Any] | None = None,
 ) -> Found:
     """Try to build everything.
 
@@ -63,6 +64,7 @@ def find_configurations(
         ssms: fields besides those for `ssm1` to `ssm5`, whose draft models need not be the shipped ones.
         also: more draft models alone, by name: fields besides the common ones.
         corpus: file of `treeserve corpus build`; None for none.
+        head: fields besides the common ones for a head that is not merged with the others; None for the shipped one.
     """
     found: list[Configuration] = []
     skipped: dict[str, str] = {}
@@ -78,7 +80,8 @@ def find_configurations(
         found.extend(usable)
         return usable
 
-    alone = try_all(Configuration(name, (name,), common) for name in SINGLE)
+    shipped = [name for name in SINGLE if name != HEAD or head is None]
+    alone = try_all(Configuration(name, (name,), common) for name in shipped)
     merged = Configuration(MERGED, tuple(name for c in alone for name in c.sources), common)
     try_all([merged, Configuration(CORPUS, (CORPUS,), {**common, "corpus": corpus})])
     default = Configuration(OUT_OF_THE_BOX, ClusterConfig().sources, common)
@@ -86,4 +89,6 @@ def find_configurations(
         try_all([default])
     try_all(Configuration(name, SSMS[: i + 1], {**common, **ssms}) for i, name in enumerate(WIDTHS))
     try_all(Configuration(name, SSMS[:1], {**common, **fields}) for name, fields in also.items())
+    if head is not None:
+        try_all([Configuration(HEAD, (HEAD,), {**common, **head})])
     return Found(tuple(found), skipped)

@@ -62,6 +62,7 @@ class Options:
         ssms: folder of the draft models of `ssm1` to `ssm5`; None for the same.
         ssm_width: nodes that a draft model or head expands per level, and children of each; None for the default.
         also: folders of more draft models, by the name of their configuration.
+        head: folder of a head that is measured alone; None for that of `drafters`, if it has one.
         corpus: for the corpus source; None to leave it out.
         only: configurations to run; empty for all.
     """
@@ -76,6 +77,7 @@ class Options:
     ssms: Path | None
     ssm_width: int | None
     also: Mapping[str, Path]
+    head: Path | None
     corpus: Path | None
     only: frozenset[str]
     live_rounds: int
@@ -185,6 +187,7 @@ def configurations(folder: Path, cache: Path, options: Options) -> Found:
         drafting(options.ssms),
         {name: drafting(path) for name, path in options.also.items()},
         options.corpus,
+        None if options.head is None else drafting(options.head),
     )
     if not options.only:
         return found
@@ -204,6 +207,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     add("--prompts", type=Path, action="append", default=[], help="more prompts: Spec-Bench, ShareGPT or plain JSONL")
     add("--drafters", type=Path, help="folder of trained drafters; without it the shipped ones")
     add("--ssms", type=Path, help="folder of the draft models of ssm1 to ssm5, if it is another")
+    add("--head", type=Path, help="folder of a draft head that is not among --drafters, alone")
     add("--ssm-width", type=int, help="of draft models' and heads' trees; at 1 each proposes one sequence")
     add(
         "--also",
@@ -241,6 +245,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         drafters=args.drafters,
         ssms=args.ssms,
         ssm_width=args.ssm_width,
+        head=args.head,
         also={name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)},
         corpus=args.corpus,
         only=frozenset(filter(None, args.only.split(","))),
