@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.acceptance.configurations import MERGED, find_configurations
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.features import FeatureRows, FeatureShape
 from treeserve_core.sampling import SamplingParams
@@ -251,3 +252,11 @@ def test_a_head_file_that_does_not_fit_is_refused(drafters, tmp_path):
     (drafters / "other").write_bytes(b"no head at all" * 10)
     with pytest.raises(InvalidArgumentError, match="cannot be used"):
         HeadFile.read(drafters / "other", tmp_path)
+
+
+def test_the_benchmark_measures_a_head_of_another_folder_alone(
+    tiny_model: Path, drafters: Path, tmp_path: Path
+) -> None:
+    found = find_configurations(tiny_model, {"cache_dir": tmp_path}, {}, {}, head={"drafter_folder": drafters})
+    merged = next(c for c in found.configurations if c.name == MERGED)
+    assert "head" in [c.name for c in found.configurations] and "head" not in merged.sources
