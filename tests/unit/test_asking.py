@@ -131,8 +131,9 @@ def test_pruned_nodes_and_nodes_that_cost_what_they_save_are_worth_nothing() -> 
         bench.advance(pruned, token)
     bench.advance(costly, 7, 8, 9, 10, spent=3.0)
     worth = [bench.desk.wait_until([s]) - speculator.silent_since for s in (right, costly)]
-    assert worth == pytest.approx([0.004 * (1 + 2 / 3), 0.004 * 2 / 3])
-    assert bench.desk._seats[pruned][0].pace.saves == pytest.approx(2 / 3)
+    # A new sequence's tree is expected to save a token less the price of a row, 0.1, which counts as two trees.
+    assert worth == pytest.approx([0.004 * (1.8 + 3.0) / 3, 0.004 * 1.8 / 3])
+    assert bench.desk._seats[pruned][0].pace.saves == pytest.approx(1.8 / 3)
 
 
 def test_nobody_is_assigned_or_asked_where_no_node_would_pay() -> None:
@@ -190,9 +191,9 @@ def test_what_drafts_here_must_pay_for_each_sequence() -> None:
     for _ in range(4):
         bench.open(make_sequence())
     assert (bench.eager(here), bench.eager(there)) == (0, 4), (
-        "0.5 tokens at half of 4 ms are worth 1 ms, and a third of what it takes each time counts 1.5 times"
+        "0.45 tokens at half of 4 ms are worth 0.9 ms, and a third of what it takes each time counts 1.5 times"
     )
-    here.tree_s = 0.0019
+    here.tree_s = 0.0017
     bench.open(make_sequence())
     assert bench.eager(here) == 5
 
@@ -263,7 +264,7 @@ def test_a_tree_without_a_node_cost_the_turn_of_the_loop_that_brought_it() -> No
     bench.desk.propose(speculator, 2, chain(wrong, 77))
     bench.advance(wrong, 7)
     paces = [bench.desk._seats[sequence][0].pace.saves for sequence in (empty, wrong)]
-    assert paces == pytest.approx([(2 - 0.001 / (0.004 * 2)) / 3, 2 / 3]), "a turn of 1 ms, of steps of 8 ms"
+    assert paces == pytest.approx([(1.8 - 0.001 / (0.004 * 2)) / 3, 1.8 / 3]), "a turn of 1 ms, of steps of 8 ms"
 
 
 def test_a_tree_without_a_node_costs_no_older_tree_anything() -> None:

@@ -136,14 +136,15 @@ def test_a_step_waits_only_while_the_trees_are_expected_to_save_more() -> None:
     bench = Bench()
     speculator, _ = bench.attach("ngram")
     sequence = bench.open(make_sequence())
-    assert bench.waits(sequence) == pytest.approx(0.004), "a new sequence's tree is expected to save one token"
+    assert bench.waits(sequence) == pytest.approx(0.0036), "a new sequence's tree: one token, less the price of a row"
     bench.now += 0.001
     bench.desk.propose(speculator, 1, chain(sequence, 7, 8))
     assert bench.waits(sequence) == 0.0, "the tree is here"
     assert speculator.latency_s == pytest.approx(0.001)
     bench.advance(sequence, 7, 8, 9)
-    assert bench.waits(sequence) == pytest.approx(0.004 * 4 / 3), "1 + (2 - 1) / 3 tokens"
-    speculator.latency_s = 0.004 * 4 / 3 / 1.5 + 1e-6
+    expected_s = 0.004 * (0.9 + (2 - 0.9) / 3)
+    assert bench.waits(sequence) == pytest.approx(expected_s)
+    speculator.latency_s = expected_s / 1.5 + 1e-6
     assert bench.waits(sequence) == 0.0, "it takes too long for what it is worth"
     speculator.latency_s = 0.001
     bench.prices = Prices(token_s=0.1, row=0.1)
@@ -154,10 +155,10 @@ def test_what_waiting_costs_all_is_weighed_against_what_the_trees_bring_together
     bench = Bench()
     speculator, _ = bench.attach("ngram")
     sequences = [bench.open(make_sequence()) for _ in range(2)]
-    speculator.latency_s = 0.005
-    assert bench.waits(sequences[0]) == 0.0, "one tree saves 4 ms"
-    assert bench.waits(*sequences) == pytest.approx(0.008)
-    bench.now += 0.005
+    speculator.latency_s = 0.0045
+    assert bench.waits(sequences[0]) == 0.0, "one tree saves 3.6 ms"
+    assert bench.waits(*sequences) == pytest.approx(0.0072)
+    bench.now += 0.0045
     bench.desk.propose(speculator, 1, chain(sequences[0], 7))
     assert bench.waits(*sequences) == 0.0, "only one is missing now"
 

@@ -56,7 +56,7 @@ class Rig:
     """A loop over that engine, on a clock of its own; it may run ahead for ten seconds."""
 
     def __init__(self, reason: FinishReason | None) -> None:
-        config, cost = make_config(), CostModel({1: 1.0})
+        config, cost = make_config(), CostModel({1: 1.0, 64: 1.2})
         blocks, planner = BlockManager(64, config.block_size), StepPlanner(config, cost)
         self.now, self.registry, self.cost = 0.0, CollectorRegistry(), cost
         desk = DraftDesk(lambda: self.now, 0.0, lambda sequence: 4, lambda: planner.prices(1))

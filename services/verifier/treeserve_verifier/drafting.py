@@ -284,7 +284,8 @@ class DraftDesk:
         handle = speculator.next_handle
         speculator.next_handle += 1
         speculator.sequences[handle] = sequence
-        seat = Seat(sequence, speculator, handle, Pace(min(1.0, speculator.brings)))
+        expected = min(1.0, speculator.brings) * max(0.0, 1.0 - self._asking.present.row)  # less what its rows cost
+        seat = Seat(sequence, speculator, handle, Pace(expected))
         self._seats[sequence].append(seat)
         self._asking.seated(seat)
         if seat.eager and not speculator.is_colocated:  # it reads the prompt meanwhile, trees are asked for later
