@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
+from treeserve_engine.native_sampling import native_sampling
 from treeserve_engine.processors import FloatArray
 
 _COLUMN = 64
@@ -23,7 +22,7 @@ def find_largest(logits: FloatArray, num: int) -> list[int] | None:
         logits: float32[n].
         num: from 1 to n and 64.
     """
-    native = _native()
+    native = native_sampling()
     if native is not None:
         found: list[int] | None = native.find_largest(np.ascontiguousarray(logits), num)
         return found
@@ -53,11 +52,3 @@ def _columns_of_largest(logits: FloatArray, num: int) -> npt.NDArray[np.int64]:
     columns = np.argpartition(table.max(axis=0), -num)[-num:]
     inside = columns[:, None] + width * np.arange(_COLUMN)
     return np.concatenate([inside.ravel(), np.arange(width * _COLUMN, len(logits))])
-
-
-@cache
-def _native() -> ModuleType | None:
-    """What finds them natively, unless the library is missing."""
-    from treeserve_kernels.cpu import library, sampling
-
-    return sampling if library.is_built() else None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from treeserve_core.noise import GUMBEL_MIN, gumbel, uniform_counters
+from treeserve_engine.native_sampling import native_sampling
 from treeserve_engine.processors import FloatArray
 
 DoubleArray = npt.NDArray[np.float64]
@@ -89,16 +88,8 @@ def _ids(kept: IdArray | None, indices: IdArray) -> IdArray:
 
 
 def _rivals(values: FloatArray, kept: IdArray | None, temperature: float, seed: int, position: int) -> IdArray:
-    native = _native()
+    native = native_sampling()
     if native is None or not native.MIN_TEMPERATURE <= temperature <= native.MAX_TEMPERATURE:
         return find_rivals(values, kept, temperature, seed, position)
     rivals: IdArray = native.find_rivals(np.ascontiguousarray(values), kept, temperature, seed, position)
     return rivals
-
-
-@cache
-def _native() -> ModuleType | None:
-    """What finds rivals natively, unless the library is missing."""
-    from treeserve_kernels.cpu import library, sampling
-
-    return sampling if library.is_built() else None

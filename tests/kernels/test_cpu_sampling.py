@@ -41,7 +41,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip(f"this CPU has no {request.param}")
     limits = {name: getattr(sampling, name) for name in ("MIN_TEMPERATURE", "MAX_TEMPERATURE")}
     native = SimpleNamespace(find_rivals=partial(sampling.find_rivals, isa=request.param), **limits)
-    monkeypatch.setattr(module, "_native", lambda: native)
+    monkeypatch.setattr(module, "native_sampling", lambda: native)
     return request.param
 
 
@@ -79,7 +79,7 @@ def check_draw(values: Floats, kept: npt.NDArray[np.int64] | None, temperature: 
     scores = scores_of(values, kept, temperature, seed, position)
     winner = int(np.argmax(scores)) if kept is None else int(kept[np.argmax(scores)])
     assert noisy_argmax(values, kept, temperature, seed, position) == winner
-    rivals = module._native().find_rivals(values, kept, temperature, seed, position)
+    rivals = module.native_sampling().find_rivals(values, kept, temperature, seed, position)
     behind = scores.max() - scores
     assert np.isin(np.flatnonzero(behind <= MARGIN - 1e-9), rivals).all()
     assert (behind[rivals] <= MARGIN + 1e-9).all()
@@ -141,12 +141,12 @@ class TestTheChosenToken:
             )  # fmt: skip
             draws.append(((rng.standard_normal(3000) * 4).astype(np.float32), params, TokenContext([1, 2]), i, (5, 9)))
         natively = [next_token(*draw) for draw in draws]
-        monkeypatch.setattr(module, "_native", lambda: None)
+        monkeypatch.setattr(module, "native_sampling", lambda: None)
         assert natively == [next_token(*draw) for draw in draws]
 
 
 def test_the_library_is_used_where_it_is_built() -> None:
-    assert module._native() is sampling
+    assert module.native_sampling() is sampling
 
 
 def test_without_the_library_numpy_chooses_the_same(tmp_path) -> None:
@@ -162,7 +162,7 @@ SCRIPT = """
 import numpy as np
 from treeserve_engine import noisy_argmax as module
 logits = np.random.default_rng(0).standard_normal(500).astype(np.float32)
-print(module._native(), *(module.noisy_argmax(logits, None, 0.8, 3, p) for p in range(50)))
+print(module.native_sampling(), *(module.noisy_argmax(logits, None, 0.8, 3, p) for p in range(50)))
 """
 
 

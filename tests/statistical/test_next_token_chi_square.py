@@ -113,7 +113,7 @@ class TestNegativeControls:
             noise: npt.NDArray[np.float64] = stats.norm.ppf(uniform_counters(seed, position, ids) * 2.0**-53)
             return noise
 
-        monkeypatch.setattr(module, "_native", lambda: None)
+        monkeypatch.setattr(module, "native_sampling", lambda: None)
         monkeypatch.setattr(module, "gumbel", normal)
         monkeypatch.setattr(module, "_CUT", 0.0)  # no pruning: the bound is that of Gumbel noise
         draw = draw_with({"temperature": 1.0}, TokenContext())

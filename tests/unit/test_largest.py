@@ -12,8 +12,8 @@ from treeserve_engine.largest import find_largest
 @pytest.fixture(params=["numpy", "native"])
 def finder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "numpy":
-        monkeypatch.setattr(largest, "_native", lambda: None)
-    elif largest._native() is None:
+        monkeypatch.setattr(largest, "native_sampling", lambda: None)
+    elif largest.native_sampling() is None:
         pytest.skip("the native kernels are not built")
     return str(request.param)
 

@@ -163,7 +163,7 @@ class TestFilters:
 def in_numpy() -> Iterator[None]:
     """As if the native library were not built."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_native", lambda: None)
+        patch.setattr(module, "native_sampling", lambda: None)
         yield
 
 
