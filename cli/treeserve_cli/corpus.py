@@ -9,6 +9,7 @@ import typer
 
 from treeserve_cli.layout import ClusterConfig
 from treeserve_cli.messages import failed, tell
+from treeserve_cli.output_file import check_writable
 from treeserve_core.errors import TreeserveError
 
 app = typer.Typer(help="Texts to draft from.", no_args_is_help=True)
@@ -37,6 +38,7 @@ def build(
 
     config = ClusterConfig(model=model)
     try:
+        check_writable(out)
         folder = prepare_checkpoint(config.model_source, config.cache_dir, tell)
         summary = build_corpus(inputs, Tokenizer.from_folder(folder), out, tell)
     except (TreeserveError, OSError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from treeserve_cli.layout import ClusterConfig
 from treeserve_cli.messages import failed, tell
+from treeserve_cli.output_file import check_writable
 from treeserve_core.errors import TreeserveError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(
     cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
     asked = _guarded(lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed))
     if records is not None:
-        _guarded(lambda: _check_writable(records))
+        _guarded(lambda: check_writable(records))
     reports, lines = [], []
     for each in systems:
         outcome = _guarded(partial(simulate, asked, cluster, each, seed))
@@ -116,7 +116,7 @@ def calibrate(
     from treeserve_simulator.calibration import calibrate as measure
 
     config = ClusterConfig(model=model)
-    _guarded(lambda: _check_writable(out))
+    _guarded(lambda: check_writable(out))
     measured = _guarded(lambda: measure(config.model_source, config.cache_dir, threads, tell))
     _guarded(lambda: measured.write(out))
     print(f"{out}: {measured.origin}")
@@ -168,14 +168,6 @@ def _cluster(machine: Path | None, verifiers: int, targets: list[str] | None, se
         verifier=parsed["verifier"],
         router=parsed["router"],
     )
-
-
-def _check_writable(path: Path) -> None:
-    """Raise OSError if a file cannot be written: asked before long work. It stays as it was, or away."""
-    is_new = not os.path.lexists(path)
-    path.open("a").close()
-    if is_new:
-        path.unlink()
 
 
 def _guarded(work: Callable[[], T]) -> T:

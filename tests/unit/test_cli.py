@@ -377,3 +377,12 @@ def test_a_schema_that_cannot_be_read_is_named(client: type[FakeClient], tmp_pat
         schema.write_bytes(content)
     result = invoke("generate", "--prompt", "x", "--json-schema", str(schema))
     assert result.exit_code != 0 and "schema.json" in result.stderr and not isinstance(result.exception, ValueError)
+
+
+def test_a_corpus_that_cannot_be_written_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeserve_engine.checkpoint.prepare_checkpoint", lambda *args: pytest.fail("it was begun"))
+    out = tmp_path / "no such folder" / "my.corpus"
+    result = CliRunner().invoke(main.app, ["corpus", "build", str(tmp_path), "--out", str(out)])
+    assert result.exit_code == 1 and "no such folder" in result.stderr
