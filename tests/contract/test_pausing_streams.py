@@ -27,7 +27,7 @@ def options(handle: int) -> dict[str, Any]:
         "temperature": 1.0,
         "seed": handle,
         "repetition_penalty": 1.2,
-        "max_tokens": 6 if is_urgent else 90,
+        "max_tokens": 6 if is_urgent else 150,
         "level": REALTIME if is_urgent else BATCH,
         "submit": {"preemptible": not is_urgent},
     }
