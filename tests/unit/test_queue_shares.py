@@ -74,6 +74,41 @@ def test_output_tokens_count_as_they_come() -> None:
     assert [each.request.tenant for each in waiting.in_order()] == ["a", "b", "b"]
 
 
+def test_a_tenant_whose_requests_are_all_late_falls_behind_by_a_bounded_number_of_tokens() -> None:
+    clock = Clock()
+    waiting = queue(clock)
+    put_all(waiting, [ticket(tenant="heavy", tokens=100, ttft_ms=100) for _ in range(200)])
+    clock.now += 0.5
+    put_all(waiting, [ticket(tenant="light", tokens=100, ttft_ms=100) for _ in range(10)])
+    served: Counter[str] = Counter()
+    for turn in range(200):
+        clock.now += 0.001
+        waiting.put(ticket(tenant="light", tokens=100, ttft_ms=100))
+        started = taken(waiting)
+        served[started.request.tenant] += started.num_tokens
+        assert served["light"] - served["heavy"] <= 2048 + 100
+        if turn < 20:
+            assert started.request.tenant == "light", "late ones wait while their tenant is not far behind"
+    assert served["heavy"] > 8000
+
+
+def test_a_late_request_of_a_tenant_far_behind_is_shown_once() -> None:
+    clock = Clock()
+    waiting = queue(clock)
+    late = [ticket(tenant="behind", ttft_ms=100) for _ in range(3)]
+    put_all(waiting, late)
+    clock.now += 0.2
+    put_all(waiting, [on_time := ticket(tenant="ahead"), even := ticket(tenant="even", ttft_ms=100)])
+    assert list(waiting.in_order()) == [on_time, even, *late]
+    waiting.charge(on_time.request, 4000)
+    assert list(waiting.in_order()) == [late[0], even, *late[1:], on_time]
+    walk = waiting.in_order()
+    shown = [next(walk)]
+    waiting.charge(late[0].request, 4000)  # not behind any more
+    shown += walk
+    assert len(shown) == len(set(shown)) == 5
+
+
 def test_classes_keep_their_own_accounts() -> None:
     waiting = queue(Clock())
     waiting.charge(ticket(BATCH, "a").request, 1000)

@@ -12,6 +12,9 @@ from treeserve_router.backlog import Backlog, Entry
 
 T = TypeVar("T")
 
+# How far the counter of a tenant with nothing but late requests may fall behind, in tokens over its weight.
+_MOST_BEHIND = 2048.0
+
 # Counters of tenants that are owed nothing are forgotten when there are more than this many.
 _MIN_SWEEP = 1024
 
@@ -63,10 +66,13 @@ class Lane(Generic[T]):
         """Entries in order, as if each were dispatched. Entries may leave and tenants be charged meanwhile; what comes
         meanwhile may be missed.
 
+        Of a tenant that was served much less than another one that waits, whatever is late counts as aged.
+
         Args:
             aged_before: what came at that time or before has aged.
             lost: walk what is late and has not aged, and nothing else; by default all else.
         """
+        behind = self._turns[-1][0] - _MOST_BEHIND if self._turns else -inf
         again: list[tuple[float, str, Iterator[Entry[T]]]] = []  # tenants that had a turn, and what is left of them
         seen: set[str] = set()
         last = (-inf, "")
@@ -76,8 +82,8 @@ class Lane(Generic[T]):
                 served, tenant, entries = heappop(again)
             elif turn is not None:
                 last, (served, tenant) = turn, turn
-                backlog = self._backlogs[tenant]
-                entries = backlog.walk_lost(aged_before) if lost else backlog.walk(aged_before)
+                backlog, aged = self._backlogs[tenant], inf if served <= behind else aged_before
+                entries = backlog.walk_lost(aged) if lost else backlog.walk(aged)
                 seen.add(tenant)
             else:
                 return

@@ -76,8 +76,8 @@ class ArrivalOrder(Generic[T]):
 class QosOrder(Generic[T]):
     """Classes by urgency; in a class fair shares between tenants; of a tenant the earliest deadline.
 
-    What has become late goes behind all that has not, whatever their classes, until it has waited `ageing_s`: then it
-    has every fourth turn of its tenant.
+    What has become late goes behind all that has not, whatever their classes, until it has waited `ageing_s` or its
+    tenant was served much less than another that waits: then it has every fourth turn of its tenant.
 
     Ageing: once the first of a lane has waited `ageing_s`, the lane gets its weight's share: its class's weight of
     dispatches for every weight of the most urgent lane that waits. So nothing starves, and a backlog of what waited
@@ -124,9 +124,11 @@ class QosOrder(Generic[T]):
         aged, credit, aged_before = self._aged(now), list(self._credit), now - self._ageing_s
         walks = {i: lane.walk(aged_before) for i, lane in enumerate(self._lanes) if len(lane) > 0}
         heads = {i: entry for i, walk in walks.items() if (entry := next(walk, None)) is not None}
+        shown: set[Entry[T]] = set()
         while heads:
             top = min(heads)
             chosen = max(heads, key=lambda i: (credit[i] if credit[i] >= _OWED else 0.0, -i))
+            shown.add(heads[chosen])
             yield heads[chosen]
             self._account(chosen, top, aged, credit)
             following = next(walks[chosen], None)
@@ -135,7 +137,7 @@ class QosOrder(Generic[T]):
             else:
                 heads[chosen] = following
         for lane in self._lanes:
-            yield from lane.walk(aged_before, lost=True)
+            yield from (entry for entry in lane.walk(aged_before, lost=True) if entry not in shown)
 
     def victims(self, newcomer: Entry[T]) -> Iterator[Entry[T]]:
         """Of less urgent classes anything; of the newcomer's own, what tenants have waiting that exceeds its tenant's.
