@@ -13,7 +13,7 @@ from treeserve_core.tree import TokenTree
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.sequence import Sequence
-from treeserve_verifier.step_plan import Candidate
+from treeserve_verifier.step_plan import Candidate, StepPlan
 
 REALTIME, INTERACTIVE, STANDARD, BATCH = ServiceClass
 LONG = 4000
@@ -96,6 +96,40 @@ def test_a_short_urgent_prompt_goes_before_a_long_one_that_is_under_way() -> Non
     urgent = verifier.submit(60, 4, REALTIME, ttft_ms=500)
     verifier.step()
     assert len(verifier.emitted[urgent]) == 1 and not verifier.emitted[long]
+
+
+def rows_of(plan: StepPlan) -> dict[Sequence, int]:
+    return {planned.sequence: planned.chunk for planned in plan.sequences}
+
+
+def test_beside_a_realtime_prompt_those_that_can_wait_do() -> None:
+    verifier = VirtualVerifier(max_sequences=16, prefill_rows=32)
+    running = decoding(verifier, 7, service_class=BATCH)
+    long = verifier.submit(100, 4, BATCH)
+    urgent = verifier.submit(90, 4, REALTIME, ttft_ms=500)
+    plan = verifier.step()
+    assert rows_of(plan)[urgent] == 90, "prompts of others may take 32 rows"
+    assert rows_of(plan)[long] == 16
+    assert 0 < len(plan.put_off) == len(running) - sum(s in rows_of(plan) for s in running)
+    assert set(running) <= set(rows_of(verifier.step()))
+
+
+def test_beside_a_realtime_prompt_those_of_the_same_class_go_on() -> None:
+    verifier = VirtualVerifier()
+    running = decoding(verifier, 7, service_class=REALTIME)
+    urgent = verifier.submit(60, 4, REALTIME, ttft_ms=500)
+    assert set(rows_of(verifier.step())) == {*running, urgent}
+
+
+def test_a_stream_of_realtime_prompts_holds_nobody_up_for_longer_than_the_gap() -> None:
+    verifier = VirtualVerifier(max_sequences=16, max_decode_gap_ms=60.0)
+    running = decoding(verifier, 6, service_class=BATCH)
+    long = verifier.submit(300, 4, BATCH)
+    for _ in range(60):
+        verifier.submit(40, 1, REALTIME, ttft_ms=500)
+        verifier.step()
+    assert verifier.emitted[long], "16 rows of a step are left to it"
+    assert max(gap for s in running for gap in verifier.gaps_ms(s)) <= 60.0 + 1e-6
 
 
 def chunks_of(verifier: VirtualVerifier, sequence: Sequence) -> list[int]:

@@ -11,7 +11,7 @@ from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.selection import Offer, RatedNode, Selection
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.step_plan import Candidate, PlannedSequence, StepPlan
-from treeserve_verifier.step_room import Patience, StepRoom
+from treeserve_verifier.step_room import Patience, StepRoom, is_realtime
 
 _SPARE_NODES = 4
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
@@ -69,9 +69,10 @@ class StepPlanner:
         patience = Patience(decoding, self._cost, self._config.max_decode_gap_ms)
         patient = patience.who_can_wait_for(prompts)
         impatient = [c for c in decoding if c not in patient]
-        for_prompts = min(sum(c.uncomputed for c in prompts), self._config.prefill_rows)
+        is_shared = decoding and not is_realtime(prompts[0])
+        prefill_rows = self._config.prefill_rows if is_shared else self._config.step_rows - len(impatient)
+        for_prompts = min(sum(c.uncomputed for c in prompts), prefill_rows)
         planned, selection = self._decode(impatient, self._config.step_rows - for_prompts)
-        prefill_rows = self._config.prefill_rows if decoding else self._config.step_rows
         room = StepRoom(self._config.step_rows, prefill_rows, self._cost, selection, impatient, patience)
         planned += room.fill(prompts, patient)
         running = {p.sequence for p in planned}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
+from treeserve_core.sampling import ServiceClass
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.selection import Selection, is_lost
@@ -55,11 +56,17 @@ class Patience:
         urgency = min(c.service_class for c in prompts)
         least_ms = self._cost.step_ms(1) + self._cost.prefill_ms(_LEAST_PREFILL_ROWS, 0)
         ends = (self.of(c) for c in self._decoding if c.service_class <= urgency)
-        step_ms = min((end for end in ends if end >= least_ms), default=self.max_gap_ms)
+        step_ms = min((end for end in ends if end >= least_ms), default=self._alone_ms(prompts, urgency))
         in_order = sorted(self._decoding, key=self.of)
         # As many go on as it takes on average: else all who waited would come at once.
         needed = math.ceil(sum(min(1.0, step_ms / self._interval_ms(c)) for c in in_order))
         return [c for c in in_order[needed:] if c.service_class >= urgency and self.of(c) > _STEPS * step_ms]
+
+    def _alone_ms(self, prompts: SequenceOf[Candidate], urgency: ServiceClass) -> float:
+        """What the most urgent prompts take by themselves, the longest gap at most."""
+        urgent = (c for c in prompts if c.service_class == urgency)
+        prefill_ms = sum(self._cost.prefill_ms(c.uncomputed, c.context) for c in urgent)
+        return min(self._cost.step_ms(1) + prefill_ms, self.max_gap_ms)
 
     def _interval_ms(self, candidate: Candidate) -> float:
         tpot_ms = candidate.sequence.promise.tpot_ms
@@ -73,6 +80,9 @@ class StepRoom:
     that is more; and, but for a few rows, no further than keeps sequences of the prompt's own class and of more urgent
     ones in time. A sequence that has time to spare goes before a prompt if its token is due before that prompt must be
     begun, and after all prompts otherwise; where there is no room for it, it is left out.
+
+    A realtime prompt is begun at once. Of what comes behind it, sequences that have time to spare are left out, and
+    other prompts get as few rows together.
 
     Args:
         max_rows: of the step.
@@ -97,6 +107,7 @@ class StepRoom:
         self._left = max_rows - selection.rows
         self._prefill_left = prefill_rows
         self._least = _LEAST_PREFILL_ROWS
+        self._behind_left = max_rows  # for prompts behind a realtime one
         gaps = (patience.until_gap_ms(c) for c in impatient)
         self._longest_ms = max(min(gaps, default=math.inf), _LONGEST * self._step_ms)
         self._ends = [(c.service_class, selection.latest_end(i, self._step_ms)) for i, c in enumerate(impatient)]
@@ -112,17 +123,24 @@ class StepRoom:
             while pending and self._patience.of(pending[-1]) < begin_ms:
                 yield from self._root(pending.pop())
             yield from self._chunk(prompt)
+            if is_realtime(prompt):
+                self._behind_left = min(self._behind_left, _LEAST_PREFILL_ROWS)
+                pending = [candidate for candidate in pending if is_realtime(candidate)]
         while pending:
             yield from self._root(pending.pop())
 
     def _latest_begin_ms(self, prompt: Candidate) -> float:
         """When the rest of a prompt must be begun to be in time; if it is late already, as any token must come."""
+        if is_realtime(prompt):
+            return 0.0
         if prompt.slack_ms < 0.0:
             return self._patience.max_gap_ms
         return prompt.slack_ms - self._cost.prefill_ms(prompt.uncomputed, prompt.context)
 
     def _chunk(self, prompt: Candidate) -> Iterator[PlannedSequence]:
         most = min(prompt.uncomputed, self._left, self._prefill_left)
+        if not is_realtime(prompt):
+            most = min(most, self._behind_left)
         ends = (end for service_class, end in self._ends if service_class <= prompt.service_class)
         promised_ms = min(ends, default=math.inf)
         promised = max(self._rows_until(promised_ms, most, prompt.context), min(self._least, most))
@@ -131,6 +149,8 @@ class StepRoom:
             self._least -= min(self._least, rows)
             self._left -= rows
             self._prefill_left -= rows
+            if not is_realtime(prompt):
+                self._behind_left -= rows
             self._step_ms += self._cost.prefill_ms(rows, prompt.context)
             yield prompt.chunk(rows)
 
@@ -145,3 +165,8 @@ class StepRoom:
 
     def _rows_until(self, end_ms: float, most: int, context: int) -> int:
         return self._cost.prefill_rows_within(max(0.0, end_ms - self._step_ms), most, context)
+
+
+def is_realtime(candidate: Candidate) -> bool:
+    """Whether it is of the most urgent class."""
+    return candidate.service_class is ServiceClass.REALTIME
