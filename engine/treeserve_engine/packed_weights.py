@@ -1,4 +1,4 @@
-"""A checkpoint's int8 weights in one file, converted once and mapped by every verifier afterwards.
+"""A checkpoint's int8 weights in one file, converted once and read by every verifier afterwards.
 
     python -m treeserve_engine.packed_weights MODEL_FOLDER [--cache-dir FOLDER]
 
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 # Part of the name: raise it when the same checkpoint packs differently, or the layout of `PackedLinear` changes.
 _FORMAT_VERSION = 1
 _NAME = "name"  # of the file, in the file: one that was renamed is another model's
+_PANELS = ".panels"  # of a linear layer: every forward pass reads all of them
 _LINEARS = ("qkv", "attention_output", "gate_up", "down")
 
 
 def packed_weights(folder: Path, cache_dir: Path, progress: Callable[[str], None]) -> DecoderWeights:
-    """The int8 weights of a Hugging Face folder, mapped read-only; converted first if the cache lacks them.
+    """The int8 weights of a Hugging Face folder, read-only; converted first if the cache lacks them.
 
     The conversion runs in a process of its own, which alone needs torch and the float weights.
 
@@ -82,7 +83,11 @@ def convert(folder: Path, cache_dir: Path, progress: Callable[[str], None]) -> P
 def _mapped(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> Mapping[str, Any] | None:
     """The file's content; None if it is not there or not whole."""
     try:
-        mapped = map_arrays(path, lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES))
+        mapped = map_arrays(
+            path,
+            lambda file: content_hash(file, cache_dir, skip_last=FOOTER_BYTES),
+            is_hot=lambda name: name.endswith(_PANELS),
+        )
         if mapped.get(_NAME) != path.name:
             raise DamagedFileError("it was made of another model")
         return mapped

@@ -21,6 +21,7 @@ from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine import packed_weights as module
 from treeserve_engine.array_file import FOOTER_BYTES, DamagedFileError, map_arrays, write_arrays
 from treeserve_engine.config import load_config
+from treeserve_engine.huge_pages import huge_buffer
 from treeserve_engine.made_once import _sha256
 from treeserve_engine.packed_weights import convert, packed_file, packed_weights
 from treeserve_engine.rope import RopeTable
@@ -262,6 +263,40 @@ def test_an_array_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert mapped["matrix"].ctypes.data % 64 == 0
     with pytest.raises(DamagedFileError, match="changed"):
         map_arrays(tmp_path / "file", lambda _path: "0" * 64)
+
+
+def test_hot_arrays_lie_in_memory_of_their_own_that_begins_at_a_huge_page(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    items: dict[str, Any] = {
+        "a.panels": rng.integers(0, 256, (3, 5, 7), dtype=np.uint8),
+        "a.scales": rng.standard_normal(9).astype(np.float32),
+        "b.panels": rng.standard_normal((11, 13)),
+        "none.panels": None,
+        "c.panels": np.zeros((0, 4), np.uint8),
+    }
+    path = tmp_path / "file"
+    write_arrays(path, items.items())
+    found = map_arrays(path, lambda file: _sha256(file, module.FOOTER_BYTES), lambda name: name.endswith(".panels"))
+    assert list(found) == list(items)
+    path.write_bytes(bytes(path.stat().st_size))  # what is mapped follows the file
+    assert not found["a.scales"].any()
+    for name in ("a.panels", "b.panels", "c.panels", "none.panels"):
+        np.testing.assert_array_equal(found[name], items[name])
+    assert found["a.panels"].ctypes.data % (2 << 20) == 0
+    assert found["b.panels"].ctypes.data % 64 == 0
+    assert not found["a.panels"].flags.writeable
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2 << 20, (2 << 20) + 1])
+def test_a_huge_buffer_is_as_long_as_asked_for_and_zero(num_bytes: int) -> None:
+    buffer = huge_buffer(num_bytes)
+    assert buffer.shape == (num_bytes,) and not buffer.any()
+    buffer[:] = 1
+
+
+def test_without_huge_pages_the_memory_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
+    assert huge_buffer(100).shape == (100,)
 
 
 def test_every_part_of_a_layer_is_a_field_of_it() -> None:

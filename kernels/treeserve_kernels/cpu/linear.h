@@ -12,37 +12,14 @@ constexpr int kStepInputs = 4;
 constexpr int kStepBytes = kPanelOutputs * kStepInputs;
 constexpr int kPanelGroupBytes = kPanelOutputs * kGroupInputs;
 constexpr int kFetchAhead = 8192;  // what a core reads during one access to memory
-constexpr int kFewTiles = 3;
-
-// What to ask memory for while a tile is computed: of each group, the inputs from `first` to `last` of the weights that
-// lie `distance` bytes further on. The panels of a share follow each other in memory.
-//
-// The first tile over a panel runs at the speed of memory, the others out of the caches. Where there are few, memory
-// would stand idle for long, so they share the next panel between them, into the second-level cache; where there are
-// many, arithmetic decides.
-struct Ahead {
-    int64_t distance = kFetchAhead;
-    int first = 0, last = kGroupInputs;
-    bool is_far = false;
-
-    Ahead(int64_t panel_bytes, int64_t tile, int64_t tiles) {
-        if (tiles > kFewTiles) {
-            last = tile == 0 ? kGroupInputs : 0;
-        } else if (tiles > 1) {
-            distance = panel_bytes;
-            first = static_cast<int>(kGroupInputs * tile / tiles);
-            last = static_cast<int>(kGroupInputs * (tile + 1) / tiles);
-            is_far = true;
-        }
-    }
-};
 
 // A panel's outputs for some rows, [row][32], before the scales of the weights:
 // the sum over groups of (integer sum of the group) * (scale of the row's group).
 //
-// Meanwhile asks for what `ahead` says.
+// The first tile over a panel runs at the speed of memory, the others out of the caches: so that one asks for what lies
+// ahead of it. The panels of a share follow each other in memory.
 template <int Rows>
-void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, float* outputs, const Ahead& ahead) {
+void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, float* outputs, bool is_first) {
     const int8_t* inputs = x.values + row * kGroupInputs;
     const float* scales = x.scales + row;
     const int32_t* offsets = x.offsets + row;
@@ -56,15 +33,9 @@ void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, floa
         for (int r = 0; r < Rows; ++r) totals[r][0] = totals[r][1] = first_sum(offsets[r]);
         for (int k = 0; k < kGroupInputs; k += kStepInputs) {
             const uint8_t* weights = panel + k * kPanelOutputs;
-            if (k >= ahead.first && k < ahead.last) {
-                const uint8_t* next = weights + ahead.distance;
-                if (ahead.is_far) {
-                    __builtin_prefetch(next, 0, 2);
-                    __builtin_prefetch(next + kStepBytes / 2, 0, 2);
-                } else {
-                    __builtin_prefetch(next);
-                    __builtin_prefetch(next + kStepBytes / 2);
-                }
+            if (is_first) {
+                __builtin_prefetch(weights + kFetchAhead);
+                __builtin_prefetch(weights + kFetchAhead + kStepBytes / 2);
             }
             const WeightBytes low = load_weights(weights);
             const WeightBytes high = load_weights(weights + kStepBytes / 2);
@@ -94,12 +65,11 @@ void multiply_tile(const uint8_t* panel, const Activations& x, int64_t row, floa
 }
 
 template <int Rows>
-void multiply_rows(int rows, const uint8_t* panel, const Activations& x, int64_t row, float* outputs,
-                   const Ahead& ahead) {
+void multiply_rows(int rows, const uint8_t* panel, const Activations& x, int64_t row, float* outputs, bool is_first) {
     if constexpr (Rows > 1) {
-        if (rows < Rows) return multiply_rows<Rows - 1>(rows, panel, x, row, outputs, ahead);
+        if (rows < Rows) return multiply_rows<Rows - 1>(rows, panel, x, row, outputs, is_first);
     }
-    multiply_tile<Rows>(panel, x, row, outputs, ahead);
+    multiply_tile<Rows>(panel, x, row, outputs, is_first);
 }
 
 // Calls finish(row, first half, second half) with the outputs of one panel for every row.
@@ -115,7 +85,7 @@ inline void for_each_output(const TsLinear& linear, const Activations& x, int64_
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = x.rows * tile / tiles;
         const int rows = static_cast<int>(x.rows * (tile + 1) / tiles - row);
-        multiply_rows<kLinearRows>(rows, weights, x, row, outputs, Ahead(panel_bytes, tile, tiles));
+        multiply_rows<kLinearRows>(rows, weights, x, row, outputs, tile == 0);
         for (int r = 0; r < rows; ++r) {
             Floats halves[2];
             for (int h = 0; h < 2; ++h) {
