@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from treeserve_simulator.trace import TraceRequest
 
 T = TypeVar("T")
+_BAD_INPUT = 2  # exit status where what was given cannot be used
 
 app = typer.Typer(help="Study latency, load and policies on a virtual clock.", no_args_is_help=True)
 
@@ -58,7 +59,7 @@ def trace(
     """Draw a trace."""
     from treeserve_simulator.trace import write_trace
 
-    drawn = _guarded(lambda: _draw(requests, rate, pattern, mix, seed))
+    drawn = _guarded(lambda: _draw(requests, rate, pattern, mix, seed), _BAD_INPUT)
     _guarded(lambda: write_trace(out, drawn))
     print(f"{out}: {len(drawn)} requests in {drawn[-1].at_s:.0f} s")
 
@@ -85,9 +86,11 @@ def run(
     from treeserve_simulator.systems import SYSTEMS, find_system
     from treeserve_simulator.trace import read_trace
 
-    systems = _guarded(lambda: [find_system(name) for name in system or SYSTEMS])
-    cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
-    asked = _guarded(lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed))
+    systems = _guarded(lambda: [find_system(name) for name in system or SYSTEMS], _BAD_INPUT)
+    cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings), _BAD_INPUT)
+    asked = _guarded(
+        lambda: read_trace(trace) if trace is not None else _draw(requests, rate, pattern, mix, seed), _BAD_INPUT
+    )
     if records is not None:
         _guarded(lambda: check_writable(records))
     reports, lines = [], []
@@ -133,12 +136,11 @@ def compare(
     most: Annotated[float, typer.Option(help="Largest relative error; beyond it the exit status is 1.")] = 0.2,
 ) -> None:
     """Predict a recorded run, and print how far off p50 and p95 of TTFT and TPOT are."""
-    from treeserve_simulator.comparison import predict
+    from treeserve_simulator.comparison import predict, read_measured
     from treeserve_simulator.systems import find_system
-    from treeserve_simulator.trace import read_records
 
-    cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings))
-    comparisons = _guarded(lambda: predict(read_records(recorded), cluster, find_system(system)))
+    cluster = _guarded(lambda: _cluster(machine, verifiers, targets, settings), _BAD_INPUT)
+    comparisons = _guarded(lambda: predict(read_measured(recorded), cluster, find_system(system)), _BAD_INPUT)
     for each in comparisons:
         print(f"{each.quantity}: measured {each.measured:.1f}, predicted {each.predicted:.1f}: {each.error:+.1%}")
     if any(abs(each.error) > most for each in comparisons):
@@ -150,7 +152,7 @@ def _draw(requests: int, rate: float, pattern: str, mix: str, seed: int) -> list
     from treeserve_simulator.options import MIXES
 
     if pattern not in list(Pattern) or mix not in MIXES:
-        raise failed(f"no such pattern or mix: {pattern}, {mix}; there are {', '.join([*Pattern, *MIXES])}")
+        raise failed(f"no such pattern or mix: {pattern}, {mix}; there are {', '.join([*Pattern, *MIXES])}", _BAD_INPUT)
     peak = 2.0 if pattern == Pattern.DIURNAL else 3.0
     return draw_trace(Arrivals(requests, rate, MIXES[mix], Pattern(pattern), peak=peak), seed)
 
@@ -170,9 +172,9 @@ def _cluster(machine: Path | None, verifiers: int, targets: list[str] | None, se
     )
 
 
-def _guarded(work: Callable[[], T]) -> T:
-    """What `work` returns; an expected error ends the command with its message."""
+def _guarded(work: Callable[[], T], code: int = 1) -> T:
+    """What `work` returns; an expected error ends the command with its message and this exit status."""
     try:
         return work()
     except (TreeserveError, OSError, ValueError) as error:
-        raise failed(error) from None
+        raise failed(error, code) from None

@@ -140,7 +140,7 @@ def _message(place: str, message: Mapping[str, str]) -> inference_pb2.ChatMessag
         raise TypeError(f"{place}: a role and a content are expected, not {message!r}")
     for name in ("role", "content"):
         if message.get(name) is None:
-            raise InvalidArgument.of(f"{place}.{name}", "is missing")
+            raise InvalidArgument.of(f"{place}.{name}", "must not be None" if name in message else "is missing")
     return inference_pb2.ChatMessage(**message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from treeserve_core.errors import InvalidArgumentError
@@ -12,7 +13,7 @@ from treeserve_simulator.percentiles import percentiles
 from treeserve_simulator.record import Record
 from treeserve_simulator.simulation import simulate
 from treeserve_simulator.systems import Cluster, System
-from treeserve_simulator.trace import TraceRequest
+from treeserve_simulator.trace import TraceRequest, read_lines
 
 LATENCIES = ("ttft_ms", "tpot_ms")
 QUANTITIES = tuple((name, f"p{q}") for name in LATENCIES for q in (50, 95))
@@ -32,6 +33,16 @@ class Comparison:
         return self.predicted / self.measured - 1.0
 
 
+def read_measured(path: Path) -> list[Mapping[str, Any]]:
+    """The lines of a recorded run, as `predict` takes them.
+
+    Raises:
+        InvalidArgumentError: naming the line, and its field, that is no request, or whose latency is no duration.
+        OSError: if the file cannot be read.
+    """
+    return read_lines(path, _checked)
+
+
 def predict(measured: Sequence[Mapping[str, Any]], cluster: Cluster, system: System) -> list[Comparison]:
     """Simulate the requests of a recorded run and compare.
 
@@ -42,7 +53,7 @@ def predict(measured: Sequence[Mapping[str, Any]], cluster: Cluster, system: Sys
         InvalidArgumentError: if a line is no request, or a latency no duration.
         ValueError: if no request has a latency, or one that is compared was measured as 0.
     """
-    requests = [(TraceRequest.from_json(line), {name: _latency(line, name) for name in LATENCIES}) for line in measured]
+    requests = [_request(line) for line in measured]
     requests.sort(key=lambda each: each[0].at_s)
     predicted = simulate([request for request, _ in requests], cluster, system).records
     return compare([latencies for _, latencies in requests], predicted)
@@ -78,6 +89,16 @@ def compare(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Record]) 
     return comparisons
 
 
+def _request(line: Mapping[str, Any]) -> tuple[TraceRequest, dict[str, float | None]]:
+    """A line's request, and what was measured of it."""
+    return TraceRequest.from_json(line), {name: _latency(line, name) for name in LATENCIES}
+
+
+def _checked(line: dict[str, Any]) -> dict[str, Any]:
+    _request(line)
+    return line
+
+
 def _latency(line: Mapping[str, Any], name: str) -> float | None:
     """Milliseconds; None if there are none. Raises InvalidArgumentError for what is no duration."""
     value = line.get(name)
@@ -88,7 +109,5 @@ def _latency(line: Mapping[str, Any], name: str) -> float | None:
     except (OverflowError, TypeError, ValueError):
         milliseconds = math.nan
     if not (math.isfinite(milliseconds) and milliseconds >= 0):
-        raise InvalidArgumentError(
-            "trace", f"{name} must be a number of milliseconds, not negative; the line is {dict(line)}"
-        )
+        raise InvalidArgumentError(name, "must be a number of milliseconds, not negative")
     return milliseconds

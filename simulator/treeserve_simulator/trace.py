@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_core.identity import MAX_SESSION_CHARS
 from treeserve_core.sampling import ServiceClass
 from treeserve_router.qos import class_named
 
-_REQUIRED = ("at_s", "prompt_tokens", "output_tokens")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,29 +48,28 @@ class TraceRequest:
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(name, "must be at least 1")
+        if len(self.session) > MAX_SESSION_CHARS:
+            raise InvalidArgumentError("session", f"has more than {MAX_SESSION_CHARS} characters")
+        for name in ("tenant", "session"):
+            if not _is_unicode(getattr(self, name)):
+                raise InvalidArgumentError(name, "has half of a surrogate pair: it is no Unicode text")
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TraceRequest:
         """A line's object; fields that belong to others (such as a measured result) are left alone.
 
         Raises:
-            InvalidArgumentError: if a field is missing or has no sense.
+            InvalidArgumentError: naming the field that is missing or has no sense.
         """
-        try:
-            for name in _REQUIRED:
-                if name not in record:
-                    raise InvalidArgumentError(name, "is missing")
-            return cls(
-                at_s=float(record["at_s"]),
-                prompt_tokens=int(record["prompt_tokens"]),
-                output_tokens=int(record["output_tokens"]),
-                service_class=class_named(str(record.get("service_class", "standard")).lower(), "service_class"),
-                tenant=str(record.get("tenant", "")),
-                kind=str(record.get("kind", "")),
-                session=str(record.get("session", "")),
-            )
-        except (InvalidArgumentError, OverflowError, TypeError, ValueError) as error:
-            raise InvalidArgumentError("trace", f"{error}; the line is {dict(record)}") from None
+        return cls(
+            at_s=_number(record, "at_s", float),
+            prompt_tokens=_number(record, "prompt_tokens", int),
+            output_tokens=_number(record, "output_tokens", int),
+            service_class=class_named(str(record.get("service_class", "standard")).lower(), "service_class"),
+            tenant=_text(record, "tenant"),
+            kind=_text(record, "kind"),
+            session=_text(record, "session"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The object of its line."""
@@ -88,24 +88,31 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file, in order of arrival.
 
     Raises:
-        InvalidArgumentError: quoting the line that is none, or if there is none.
+        InvalidArgumentError: naming the line that is none, and its field; or if there is none.
         OSError: if the file cannot be read.
     """
-    requests = [TraceRequest.from_json(record) for record in read_records(path)]
+    requests = read_lines(path, TraceRequest.from_json)
     if not requests:
         raise InvalidArgumentError("trace", f"{path} holds no request")
     return sorted(requests, key=lambda request: request.at_s)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, one a line.
+def read_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What the lines of a JSONL file stand for, one object each.
+
+    Args:
+        read: makes it of an object, or raises InvalidArgumentError.
 
     Raises:
-        InvalidArgumentError: naming the line that is none.
+        InvalidArgumentError: naming the file, the line and its field.
         OSError: if the file cannot be read.
     """
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError("trace", f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    made = []
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -113,12 +120,37 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         except (RecursionError, ValueError):
             record = None
         if not isinstance(record, dict):
-            raise InvalidArgumentError("trace", f"line {number} of {path} is no JSON object")
-        records.append(record)
-    return records
+            raise InvalidArgumentError("trace", f"{path}, line {number}: is no JSON object")
+        try:
+            made.append(read(record))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError("trace", f"{path}, line {number}: {error}") from None
+    return made
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """Write a file that `read_trace` reads."""
     lines = [json.dumps(request.to_json()) for request in requests]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _number(record: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -> T:
+    if name not in record:
+        raise InvalidArgumentError(name, "is missing")
+    try:
+        return kind(record[name])
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidArgumentError(name, "must be a number") from None
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    return "" if value is None else str(value)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

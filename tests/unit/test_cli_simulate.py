@@ -49,7 +49,7 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_setting_that_the_services_would_refuse(setting: str, reason: str) -> None:
     refused = invoke("--requests", "3", "--system", "fixed", "--settings", setting)
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"treeserve: {reason}")
     assert refused.stderr.count("\n") == 1
 
@@ -58,7 +58,7 @@ def test_a_setting_that_the_services_would_refuse(setting: str, reason: str) -> 
 def test_a_trace_without_requests(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     refused = invoke("--trace", str(tmp_path / "empty.jsonl"))
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert refused.stderr == f"treeserve: trace: {tmp_path}/empty.jsonl holds no request\n"
 
 
@@ -135,9 +135,36 @@ def test_a_calibration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, meas
 def test_a_recorded_line_whose_value_is_no_number_of_its_kind(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (LINE, {**LINE, name: value})))
     refused = _simulate("compare", str(tmp_path / "run.jsonl"))
-    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1), refused.exception
-    assert refused.stderr.startswith("treeserve: trace: ")
-    assert "; the line is {'at_s': " in refused.stderr
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.exception
+    assert refused.stderr.startswith(f"treeserve: trace: {tmp_path}/run.jsonl, line 2: {name}: must be a number")
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize("command", [("compare",), ("run", "--trace")], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("session", "s" * 129, "has more than 128 characters"),
+        ("session", "\ud800", "has half of a surrogate pair: it is no Unicode text"),
+        ("tenant", "\ud800", "has half of a surrogate pair: it is no Unicode text"),
+    ],
+    ids=["long", "session", "tenant"],
+)
+def test_a_trace_that_the_services_would_refuse(
+    tmp_path: Path, command: tuple[str, ...], field: str, value: str, reason: str
+) -> None:
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (LINE, {**LINE, field: value})))
+    refused = _simulate(*command, str(tmp_path / "t.jsonl"))
+    assert (refused.exit_code, refused.stdout) == (2, ""), refused.exception
+    assert refused.stderr == f"treeserve: trace: {tmp_path}/t.jsonl, line 2: {field}: {reason}\n"
+
+
+@pytest.mark.usefixtures("no_simulation")
+def test_a_recorded_run_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(b"{}\xff")
+    refused = _simulate("compare", str(tmp_path / "run.jsonl"))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"treeserve: trace: {tmp_path}/run.jsonl is not UTF-8: invalid start byte at byte 2\n"
 
 
 @pytest.mark.usefixtures("no_simulation")
@@ -146,13 +173,13 @@ def test_a_recorded_line_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.jsonl").write_text(text)
     refused = _simulate("compare", str(tmp_path / "run.jsonl"))
     assert (refused.exit_code, refused.stderr) == (
-        1,
-        f"treeserve: trace: line 1 of {tmp_path}/run.jsonl is no JSON object\n",
+        2,
+        f"treeserve: trace: {tmp_path}/run.jsonl, line 1: is no JSON object\n",
     )
 
 
 def test_nothing_is_off_from_a_measured_zero_by_a_share(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text(json.dumps({**LINE, "tpot_ms": 0}))
     refused = _simulate("compare", str(tmp_path / "run.jsonl"), "--system", "fifo")
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr == "treeserve: tpot_ms p50 was measured as 0: there is no relative error\n"

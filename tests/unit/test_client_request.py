@@ -20,6 +20,7 @@ from treeserve_client.request import build_request
         ({"prompt": None, "token_ids": [1, -1]}, "token_ids"),
         ({"prompt": None, "messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "messages[1].content"),
         ({"prompt": None, "messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ],
 )
 def test_a_wrong_value_is_named(params: dict[str, Any], name: str) -> None:
@@ -32,3 +33,13 @@ def test_a_wrong_value_is_named(params: dict[str, Any], name: str) -> None:
 def test_messages_are_no_text() -> None:
     with pytest.raises(TypeError, match="a role and a content"):
         build_request({"messages": "hi"})  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize("name", ["role", "content"])
+def test_a_none_in_a_message_is_told_from_what_is_missing(name: str) -> None:
+    message: dict[str, Any] = {"role": "user", "content": "a"}
+    with pytest.raises(InvalidArgument, match=rf"^messages\[0\]\.{name}: must not be None$"):
+        build_request({"messages": [{**message, name: None}]})
+    del message[name]
+    with pytest.raises(InvalidArgument, match=rf"^messages\[0\]\.{name}: is missing$"):
+        build_request({"messages": [message]})

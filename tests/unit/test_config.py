@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_wire.config import ConfigError, load_config
+from treeserve_wire.config import ConfigError, load_config, option
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,17 @@ def test_help_shows_fields_and_defaults(capsys: pytest.CaptureFixture[str]) -> N
     assert "where the model lies (required)" in text
     assert "(default: 127.0.0.1:1)" in text
     assert "(default: none)" in text
+    assert "TREESERVE_MODEL_FOLDER" in text
+
+
+def test_help_says_a_default_in_words_where_its_value_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
+    class Named:
+        folder: str | None = field(default=None, metadata=option("where", default="the newest"))
+
+    with pytest.raises(SystemExit):
+        load_config(Named, ["--help"], {})
+    assert "where (default: the newest)" in capsys.readouterr().out
 
 
 def test_an_unsupported_field_type_is_a_programming_error() -> None:

@@ -189,10 +189,10 @@ def test_the_commands_draw_run_and_compare(tmp_path: Path) -> None:
     assert compared.exit_code == 0, compared.output
     assert "ttft_ms p95: measured" in compared.stdout
     write_trace(Path(trace), [TraceRequest(0.0, 5, 5)])
-    assert invoke("compare", trace, "--machine", machine).exit_code == 1  # nothing was measured
+    assert invoke("compare", trace, "--machine", machine).exit_code == 2  # nothing was measured
     for command in (("run",), ("compare", records)):
         refused = invoke(*command, "--system", "magic")
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert refused.stderr == "treeserve: system: there is no 'magic', only treeserve, fifo, fixed\n"
     flat_machine(1000.0).write(Path(machine))
     assert invoke("compare", records, "--machine", machine, "--system", "fifo").exit_code == 1  # far off

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 from treeserve_cli import main
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_core.tree import TokenTree
-from treeserve_speculator.drafter_files import DrafterFolder
+from treeserve_speculator.drafter_files import DrafterFolder, DrafterTarget, open_for_writing
 from treeserve_speculator.sequence import DraftSequence
 from treeserve_text.tokenizer import Tokenizer
 from treeserve_training import train as training
@@ -49,7 +51,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def _config(tiny_model: Path, data: Path, cache: Path, folder: Path, **changes: Any) -> TrainConfig:
+def _config(tiny_model: Path, data: Path | None, cache: Path, folder: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "model": tiny_model, "model_name": "tiny", "data": data, "out": folder / "drafters",
         "work_dir": folder / "work", "cache_dir": cache, "layers": 1, "vocabulary": 220, "sequences": 64, "held_out": 4,
@@ -141,6 +143,83 @@ def test_prompts_of_a_user_are_answered_first(
     assert training.train(config, _quiet()) and not asked  # the data are there
 
 
+@pytest.fixture
+def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_arguments: Any, **_options: Any) -> None:
+        pytest.fail("begun before the folders were checked")
+
+    for step in ("prepare_checkpoint", "generate_data", "SsmTrainer", "export_ngram_table"):
+        monkeypatch.setattr(training, step, made)
+
+
+@pytest.mark.usefixtures("nothing_made")
+@pytest.mark.parametrize("option", ["out", "work_dir"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("file", "is not a folder"),
+        ("file/below", "cannot be written: Not a directory"),
+        ("/proc/nowhere/below", "cannot be written: No such file or directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
+    tiny_model: Path, cache: Path, tmp_path: Path, option: str, path: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    ran = CliRunner().invoke(
+        main.app,
+        ["train", "--model", str(tiny_model), "--cache-dir", str(cache), "--out", str(tmp_path / "a" / "out"),
+         "--work-dir", str(tmp_path / "b" / "work"), f"--{option.replace('_', '-')}", str(tmp_path / path)],
+    )  # fmt: skip
+    assert (ran.exit_code, ran.stdout) == (1, ""), ran.exception
+    assert ran.stderr == f"treeserve: {option}: {tmp_path / path} {reason}\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """Root may write everywhere, so it is somebody else meanwhile."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+@pytest.mark.usefixtures("nothing_made")
+def test_a_folder_of_somebody_else_is_refused_at_once(
+    tiny_model: Path, cache: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config = _config(tiny_model, tmp_path / "data", cache, tmp_path)
+    config.out_folder.mkdir(mode=0o555)
+    request.getfixturevalue("nobody")
+    with pytest.raises(InvalidArgumentError, match=r"^out: .* cannot be written: Permission denied$"):
+        training.train(config, _quiet())
+
+
+def test_a_folder_with_drafters_of_another_target_is_refused_before_data_are_made(
+    tiny_model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "generate_data", lambda *_arguments, **_options: pytest.fail("data were made"))
+    config = _config(tiny_model, None, cache, tmp_path)
+    (tmp_path / "table").touch()
+    other = DrafterTarget("other", "another tokenizer", 300, 48)
+    open_for_writing(config.out_folder, other, "MIT").with_file("ngram_table", tmp_path / "table", {})
+    with pytest.raises(InvalidArgumentError, match="was trained for other"):
+        training.train(config, _quiet())
+
+
+def test_a_data_folder_that_cannot_be_filled_is_refused_before_data_are_made(
+    tiny_model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "generate_data", lambda *_arguments, **_options: pytest.fail("data were made"))
+    config = _config(tiny_model, None, cache, tmp_path)
+    config.work_folder.mkdir()
+    (config.work_folder / "data").touch()
+    with pytest.raises(InvalidArgumentError, match=r"^work_dir: .*work/data is not a folder$"):
+        training.train(config, _quiet())
+
+
 class Scripted:
     """Drafts by the rule for some levels, behind so many wrong siblings of higher rank."""
 
@@ -225,3 +304,15 @@ def test_the_command_reads_its_options(tmp_path: Path, monkeypatch: pytest.Monke
     for wrong in (["--ssms", "6"], ["--build", "magic"], ["--hard-weight", "2"], ["--epochs", "0"], ["stray"]):
         assert invoke(*wrong).exit_code == 2
     assert len(asked) == 4
+
+
+def test_the_help_says_what_each_option_does_and_its_default() -> None:
+    shown = CliRunner().invoke(main.app, ["train", "--help"], env={"COLUMNS": "500"})
+    assert shown.exit_code == 0
+    options = dict(re.findall(r"^  --([a-z-]+) \S+\s+(.+)$", shown.stdout.partition("options:")[2], re.MULTILINE))
+    assert {"config", *(name.name.replace("_", "-") for name in fields(TrainConfig))} == set(options)
+    for name, text in options.items():
+        assert re.fullmatch(r"\S.{14,} \(default: (?!none).+\)", text), (name, text)
+    assert "in place of --epochs" in options["sequences"] and "0 goes by --epochs" in options["sequences"]
+    assert "(default: drafters/MODEL_NAME)" in options["out"]
+    assert "TREESERVE_TRAIN_MODEL" in options["config"]

@@ -23,41 +23,115 @@ class TrainConfig:
     """
 
     model: Path | None = field(
-        default=None, metadata=option("the target: Hugging Face folder or .gguf file; without it the default model")
+        default=None,
+        metadata=option(
+            "the target, which is drafted for: a Hugging Face folder or a .gguf file",
+            default="the model that `make setup` fetches",
+        ),
     )
-    model_name: str | None = field(default=None, metadata=option("its name in drafter.json; without it the file's"))
-    out: Path | None = field(default=None, metadata=option("drafter folder to write; without it drafters/<name>"))
+    model_name: str | None = field(
+        default=None,
+        metadata=option(
+            "the target's name, in drafter.json and in the default folders", default="that of its folder or file"
+        ),
+    )
+    out: Path | None = field(
+        default=None,
+        metadata=option(
+            "folder to write the drafters to; what it holds already is kept, but for what --build makes anew",
+            default="drafters/MODEL_NAME",
+        ),
+    )
     data: Path | None = field(
         default=None,
         metadata=option(
-            "training data: a folder that an earlier run filled, or a JSONL file of your prompts, one "
-            '{"messages": [...]} or {"prompt": ...} a line; without it prompts of many kinds are made up'
+            "training data: a folder that an earlier run filled, or a JSONL file of prompts that the target is to "
+            'answer, one {"messages": [...]} or {"prompt": ...} a line',
+            default="the target answers prompts of many kinds that are made up",
         ),
     )
-    tokens: int = field(default=2_500_000, metadata=option("output tokens to generate where the data folder has fewer"))
-    build: tuple[str, ...] = field(default=(SSM,), metadata=option(f"what to train: {', '.join(PARTS)}"))
-    ssms: int = field(default=1, metadata=option("draft models: 2 to 5 are boost-tuned and share the budget of one"))
-    start: Path | None = field(
-        default=None, metadata=option("drafter folder whose ssm is tuned further; without it the target's first layers")
+    tokens: int = field(
+        default=2_500_000,
+        metadata=option(
+            "generate answers until there are so many tokens of them, those of earlier runs counted; a folder given as "
+            "--data is taken as it is"
+        ),
     )
-    layers: int = field(default=2, metadata=option("layers of a draft model"))
-    vocabulary: int = field(default=8192, metadata=option("most frequent tokens that a draft model can say"))
-    epochs: float = field(default=4.0, metadata=option("passes over the data that is there at the start"))
-    sequences: int = field(default=0, metadata=option("in place of epochs: sequences to train on, repeats counted"))
-    learning_rate: float = field(default=2e-3, metadata=option("after the warm-up"))
-    sequences_per_step: int = field(default=4, metadata=option("sequences of a training step"))
+    build: tuple[str, ...] = field(
+        default=(SSM,),
+        metadata=option(
+            "what to train, comma-separated: ssm (small draft models), ngram_table (which tokens follow which), head "
+            "(drafts from the target's hidden states)"
+        ),
+    )
+    ssms: int = field(
+        default=1,
+        metadata=option(
+            f"number of draft models, 1 to {MOST_SSMS}; several share the training budget of one, and each learns "
+            "where those before it are wrong"
+        ),
+    )
+    start: Path | None = field(
+        default=None,
+        metadata=option(
+            "drafter folder whose ssm is trained further; --layers must be as many as it has",
+            default="an ssm begins as the target's first layers",
+        ),
+    )
+    layers: int = field(default=2, metadata=option("number of layers of an ssm"))
+    vocabulary: int = field(
+        default=8192,
+        metadata=option(
+            "how many tokens an ssm or head can propose, the most frequent in the data; with --start an ssm keeps its "
+            "own"
+        ),
+    )
+    epochs: float = field(
+        default=4.0,
+        metadata=option("passes of an ssm or head over the sequences that are there at the start"),
+    )
+    sequences: int = field(
+        default=0,
+        metadata=option(
+            "number of sequences (a prompt with its answer) to train on, repeats counted, in place of --epochs; 0 goes "
+            "by --epochs"
+        ),
+    )
+    learning_rate: float = field(
+        default=2e-3, metadata=option("learning rate of AdamW after the warm-up and before the cool-down")
+    )
+    sequences_per_step: int = field(default=4, metadata=option("batch size: sequences in a training step"))
     hard_weight: float = field(
         default=0.0,
-        metadata=option("how much of the target's distribution is replaced by the token it emitted, 0 to 1"),
+        metadata=option(
+            "what an ssm or head learns, 0 to 1: at 0 the target's distribution, at 1 only the token that the target "
+            "chose, between them a mixture"
+        ),
     )
-    max_context: int = field(default=1024, metadata=option("tokens of a sequence that are trained on, the last ones"))
-    threads: int = field(default=1, metadata=option("CPU threads"))
-    seed: int = field(default=0, metadata=option("of the data and of their order"))
-    held_out: int = field(default=64, metadata=option("held-out answers that the report follows"))
-    licence: str = field(default="Apache-2.0", metadata=option("SPDX identifier for drafter.json"))
+    max_context: int = field(
+        default=1024,
+        metadata=option("longest sequence that is trained on, in tokens; of a longer one the beginning is left out"),
+    )
+    threads: int = field(default=1, metadata=option("number of CPU threads for generating and training"))
+    seed: int = field(
+        default=0, metadata=option("seed of what is generated, and of the order in which it is trained on")
+    )
+    held_out: int = field(
+        default=64,
+        metadata=option(
+            "number of answers, not trained on, on which the drafters are tried at the end; 0 leaves it out"
+        ),
+    )
+    licence: str = field(
+        default="Apache-2.0", metadata=option("licence of the drafters, an SPDX identifier, for drafter.json")
+    )
     cache_dir: Path = field(default_factory=default_cache_dir, metadata=option("where converted models are kept"))
     work_dir: Path | None = field(
-        default=None, metadata=option("data and checkpoints; without it drafting/<name> in the cache")
+        default=None,
+        metadata=option(
+            "folder of generated data, checkpoints and the report; a run that was stopped goes on from what is there",
+            default="drafting/MODEL_NAME in --cache-dir",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from treeserve_core.errors import InvalidArgumentError
 from treeserve_engine.checkpoint import prepare_checkpoint
 from treeserve_speculator.config import SpeculatorConfig
+from treeserve_speculator.drafter_files import DrafterTarget, check_for_writing
 from treeserve_speculator.sources.base import DraftSource, FeatureDraftSource, SourceSettings
 from treeserve_speculator.sources.registry import build_sources
 from treeserve_text.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ from treeserve_training.head_training import train_head
 from treeserve_training.held_out import Together, follow
 from treeserve_training.memory import keep_freed_memory
 from treeserve_training.ngram_export import export_ngram_table
+from treeserve_training.output_folder import check_folder_writable
 from treeserve_training.records import read_about, read_counts, read_samples
 from treeserve_training.report import Report
 from treeserve_training.ssm_export import drafter_target, export_ssm
@@ -44,15 +46,20 @@ def train(config: TrainConfig, console: Console) -> bool:
     """Do all that is asked for; whether it was finished, or stopped by SIGTERM or SIGINT before.
 
     Raises:
-        InvalidArgumentError: if the model or the data cannot be used.
+        InvalidArgumentError: if the model or the data cannot be used, or a folder cannot be written: before anything
+            is made.
     """
+    check_folder_writable(config.out_folder, "out")
+    check_folder_writable(config.work_folder, "work_dir")
     keep_freed_memory()
     torch.set_num_threads(config.threads)
     with Display(console) as display:
         model_folder = prepare_checkpoint(config.target, config.cache_dir, display.tell)
+        target = drafter_target(model_folder, config.name)
+        check_for_writing(config.out_folder, target)
         data = _data(config, model_folder, display.tell)
         stop = _StopSignals()
-        run = _Run(config, model_folder, data, display, stop)
+        run = _Run(config, model_folder, target, data, display, stop)
         return run.build()
 
 
@@ -73,15 +80,21 @@ class _Run:
     """One run: what is built of the data, and the report on it."""
 
     def __init__(
-        self, config: TrainConfig, model_folder: Path, data: Path, display: Display, stop: _StopSignals
+        self,
+        config: TrainConfig,
+        model_folder: Path,
+        target: DrafterTarget,
+        data: Path,
+        display: Display,
+        stop: _StopSignals,
     ) -> None:
         self._config = config
         self._model_folder = model_folder
+        self._target = target
         self._data = data
         self._display = display
         self._stop = stop
         self._report = Report(_plain(asdict(config)), read_counts(data))
-        self._target = drafter_target(model_folder, config.name)
 
     def build(self) -> bool:
         """Build every part; false if stopped before the end."""
@@ -236,6 +249,7 @@ def _data(config: TrainConfig, model_folder: Path, tell: Callable[[str], None]) 
         folder, prompts = config.work_folder / "data", None
     have = read_counts(folder).get("tokens", 0) if folder.is_dir() else 0
     if have < config.tokens and (config.data is None or prompts is not None):
+        check_folder_writable(folder, "work_dir")
         generate_data(
             model_folder,
             folder,

@@ -23,15 +23,18 @@ class ConfigError(TreeserveError):
     """A configuration that cannot be used; the message names the source and the field."""
 
 
-def option(text: str, parse: Callable[[Mapping[str, Any]], Any] | None = None) -> dict[str, Any]:
+def option(
+    text: str, parse: Callable[[Mapping[str, Any]], Any] | None = None, *, default: str | None = None
+) -> dict[str, Any]:
     """The metadata of a field.
 
     Args:
         text: its help text.
         parse: makes the field's value from a mapping, which YAML holds as such and all else as YAML text; raises
             InvalidArgumentError. None for a field of one of the types that `load_config` knows.
+        default: what the help says the default is, where the field's own value says nothing; None shows that value.
     """
-    return {"help": text, "parse": parse}
+    return {"help": text, "parse": parse, "default": default}
 
 
 def check_at_least(config: object, least: int, *names: str) -> None:
@@ -64,7 +67,7 @@ def load_config(
         SystemExit: for ``--help`` and for arguments that argparse refuses.
     """
     fields = _fields(cls)
-    flags = vars(_parser(cls, prog).parse_args(argv))
+    flags = vars(_parser(cls, prefix, prog).parse_args(argv))
     file = flags.pop("config") or environ.get(f"{prefix}CONFIG")
     values = _from_file(Path(file), fields) if file else {}
     for name, convert in fields.items():
@@ -203,9 +206,13 @@ def _from_file(path: Path, fields: Mapping[str, Callable[[Any], Any]]) -> dict[s
     return {name: _converted(fields[name], value, f"{path}: {name}") for name, value in content.items()}
 
 
-def _parser(cls: type[Any], prog: str | None) -> argparse.ArgumentParser:
+def _parser(cls: type[Any], prefix: str, prog: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a YAML file")
+    config_help = (
+        "YAML file with values of these options, named with _ for -; environment variables, such as "
+        f"{prefix}{_dataclass_fields(cls)[0].name.upper()}, go before it, and options before both (default: no file)"
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help=config_help)
     hints = get_type_hints(cls)
     for field in _dataclass_fields(cls):
         extra: dict[str, Any] = {"metavar": field.name.upper()}
@@ -221,6 +228,8 @@ def _parser(cls: type[Any], prog: str | None) -> argparse.ArgumentParser:
 def _default_text(field: dataclasses.Field[Any]) -> str:
     if _is_required(field):
         return "required"
+    if (said := field.metadata.get("default")) is not None:
+        return f"default: {said}"
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if isinstance(default, Mapping):
         return "default: built in" if default else "default: none"

@@ -224,8 +224,18 @@ def open_for_writing(folder: Path, target: DrafterTarget, licence: str) -> Draft
         InvalidArgumentError: if it holds drafters of another target, or drafter.json is broken.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    held = check_for_writing(folder, target)
+    return DrafterFolder(folder, target, licence, {} if held is None else held.sources)
+
+
+def check_for_writing(folder: Path, target: DrafterTarget) -> DrafterFolder | None:
+    """What a folder to put drafters into holds already; None if nothing. The folder is left as it is.
+
+    Raises:
+        InvalidArgumentError: as `open_for_writing`.
+    """
     if not (folder / MANIFEST).exists():
-        return DrafterFolder(folder, target, licence, {})
+        return None
     held = DrafterFolder.read(folder)
     held.check_target(target.tokenizer_hash, target.vocab_size, target.hidden_size)
-    return DrafterFolder(folder, target, licence, held.sources)
+    return held
