@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
+from treeserve_engine.huge_pages import huge_buffer
 from treeserve_engine.interface import Kv
 from treeserve_engine.kv_tiers import POOL, BlockCopy, TierSize
 
@@ -52,7 +53,7 @@ class _Tier(Protocol):
 class _HostTier:
     def __init__(self, slots: int, block_nbytes: int) -> None:
         self.slots = slots
-        self._blocks = np.empty((slots, block_nbytes), np.uint8)
+        self._blocks = huge_buffer(slots * block_nbytes).reshape(slots, block_nbytes)
 
     def read(self, slot: int) -> Block:
         block: Block = self._blocks[slot]
@@ -120,8 +121,8 @@ class TierStorage:
         Raises:
             OSError: if the disk fails. Nothing can be said of the destination then.
         """
-        block = self._buffer
         if copy.src.tier == POOL:
+            block = self._buffer
             self._kv.save(copy.src.slot, block)
         else:
             block = self._tiers[copy.src.tier - 1].read(copy.src.slot)

@@ -71,13 +71,21 @@ void TsKvCache::copy_slots(int64_t count, const int64_t* src, const int64_t* dst
         for (int64_t i = 0; i < count; ++i) {
             const int64_t from = place(src[i]), to = place(dst[i]);
             if (from == to) continue;
+            const char* source = cells(layer, from / kLanes);
+            char* target = cells(layer, to / kLanes);
+            // The next layer's. A key lies in as many cache lines as half a cell has, and none of them is in a cache.
+            fetch(source + layer_bytes_);
+            if (target != source) fetch(target + layer_bytes_);
             for (int64_t head = 0; head < num_kv_heads_; ++head) {
                 const int64_t at = head * layout_.cell_bytes;
-                copy_slot<Number>(cells(layer, from / kLanes) + at, from % kLanes, cells(layer, to / kLanes) + at,
-                                  to % kLanes);
+                copy_slot<Number>(source + at, from % kLanes, target + at, to % kLanes);
             }
         }
     }
+}
+
+void TsKvCache::fetch(const char* layer) const {
+    for (int64_t at = 0; at < layer_bytes_; at += 64) __builtin_prefetch(layer + at);
 }
 
 template <class Number>

@@ -47,6 +47,7 @@ private:
     char* block_at(int64_t block) const { return cells(0, block * groups_per_block_); }
     template <class Number>
     void copy_slots(int64_t count, const int64_t* src, const int64_t* dst) const;
+    void fetch(const char* layer) const;
     template <class Number>
     void copy_slot(const char* from, int64_t from_lane, char* to, int64_t to_lane) const;
 
