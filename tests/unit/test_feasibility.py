@@ -177,3 +177,26 @@ def test_which_classes_may_be_refused_is_policy() -> None:
     kept, refused = bench.submit(STANDARD, ttft_ms=500), bench.submit(INTERACTIVE, ttft_ms=500)
     bench.pass_time(1.0)
     assert (len(events(kept)), len(events(refused))) == (0, 1)
+
+
+def test_what_was_slow_once_is_not_refused_for_ever() -> None:
+    bench = Bench()
+    for _ in range(40):  # under a load that is gone then
+        late = bench.submit(BATCH, 10, ttft_ms=60_000)
+        bench.clock.now += 20.0
+        bench.verifier.start(late)
+        bench.pass_time(0.01, ended=late)
+    outcomes = []
+    for _ in range(240):
+        try:
+            quick = bench.submit(BATCH, 10, ttft_ms=2000)
+        except OverloadedError:
+            outcomes.append("refused")
+        else:
+            outcomes.append("let in")
+            bench.clock.now += 0.02
+            bench.verifier.start(quick)
+            bench.pass_time(0.01, ended=quick)
+        bench.pass_time(0.5)
+    assert outcomes[:4] == ["let in", "refused", "let in", "refused"], "one a second, to find out"
+    assert outcomes[-4:] == ["let in"] * 4

@@ -105,6 +105,7 @@ class Dispatcher:
             self._feasibility.check(ticket, states)
             displaced = self._queue.put(ticket)
         except OverloadedError as error:
+            self._left(ticket)
             self._decisions.note(ticket.request, DecisionKind.REFUSED, str(error))
             raise
         self._feasibility.queued(ticket, states)

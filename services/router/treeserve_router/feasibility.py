@@ -23,13 +23,17 @@ _PACE_MEMORY_S = 10.0
 _MIN_PACE_S = 0.5
 _MIN_PLACED = 2.0
 _MIN_SWEEP = 64
+# Where none of a class was placed for so long, what is known of it is old, and would stay if all were refused.
+_OLD_S = 1.0
 
 
 class Feasibility:
     """Knows the waiting tickets and how fast they are placed, and says which ones are not worth waiting any more.
 
     Only tickets of sheddable classes that have a target are ever refused; never a replay, never while a verifier's
-    speed is unknown, and never one whose prompt alone takes longer than its target: waiting is not what fails it.
+    speed is unknown, and never one whose prompt alone takes longer than its target: waiting is not what fails it. What
+    is expected was learned from those that ran: where none of a class did lately and none waits, one is let in, and may
+    wait for as long as it takes.
 
     Args:
         clock: seconds, monotonic.
@@ -43,6 +47,8 @@ class Feasibility:
         self._since: dict[Ticket, float] = {}
         self._latest: list[tuple[float, int, Ticket]] = []  # a heap: when to look whether a ticket is late
         self._order = itertools.count()
+        self._placed_at: dict[ServiceClass, float] = {}  # or let in to find out
+        self._trials: set[Ticket] = set()  # let in to find out, and waiting
 
     def check(self, newcomer: Ticket, verifiers: Iterable[VerifierState]) -> None:
         """Look whether a ticket may be queued.
@@ -58,7 +64,7 @@ class Feasibility:
         if sent_now_s is None or _prompt_s(newcomer, capable) > target_s:
             return
         expected_s = self._queue_s(newcomer) + sent_now_s
-        if expected_s > _HEADROOM * target_s:
+        if expected_s > _HEADROOM * target_s and not self._may_try(newcomer):
             raise _refusal(expected_s, target_s)
 
     def queued(self, ticket: Ticket, verifiers: Iterable[VerifierState]) -> None:
@@ -67,7 +73,7 @@ class Feasibility:
         self._since[ticket] = now
         self._waiting[ticket.request.limits.service_class][ticket.request.tenant] += 1
         target_s = self._target_s(ticket)
-        if target_s is not None:
+        if target_s is not None and ticket not in self._trials:
             capable = [verifier for verifier in verifiers if verifier.can_serve(ticket)]
             self._look_at(ticket, now + target_s - (_alone_s(ticket, capable) or 0.0))
 
@@ -77,6 +83,7 @@ class Feasibility:
 
     def left(self, ticket: Ticket) -> None:
         """A ticket does not wait any more; nothing happens if it did not."""
+        self._trials.discard(ticket)
         if self._since.pop(ticket, None) is None:
             return
         tenants = self._waiting[ticket.request.limits.service_class]
@@ -86,7 +93,9 @@ class Feasibility:
 
     def placed(self, ticket: Ticket) -> None:
         """A waiting ticket was placed."""
-        self._paces[ticket.request.limits.service_class].placed(self._since[ticket])
+        service_class = ticket.request.limits.service_class
+        self._paces[service_class].placed(self._since[ticket])
+        self._placed_at[service_class] = self._clock()
         self.left(ticket)
 
     def looked(self) -> None:
@@ -120,6 +129,15 @@ class Feasibility:
     def next_look(self) -> float | None:
         """When `take_late` may find something, on the clock; None for never."""
         return self._latest[0][0] if self._latest else None
+
+    def _may_try(self, newcomer: Ticket) -> bool:
+        """Whether to let in one that is expected to be late, to find out."""
+        service_class, now = newcomer.request.limits.service_class, self._clock()
+        if self._waiting[service_class] or now - self._placed_at.get(service_class, now) < _OLD_S:
+            return False
+        self._placed_at[service_class] = now
+        self._trials.add(newcomer)
+        return True
 
     def _target_s(self, ticket: Ticket) -> float | None:
         """The target that the ticket may be refused for."""
