@@ -197,27 +197,30 @@ def test_a_folder_of_somebody_else_is_refused_at_once(
         training.train(config, _quiet())
 
 
-def test_a_folder_with_drafters_of_another_target_is_refused_before_data_are_made(
-    tiny_model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def made_up(tiny_model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """Of a run whose prompts are made up, which fails the test as soon as they are answered."""
     monkeypatch.setattr(training, "generate_data", lambda *_arguments, **_options: pytest.fail("data were made"))
-    config = _config(tiny_model, None, cache, tmp_path)
+    return _config(tiny_model, None, cache, tmp_path)
+
+
+def test_a_folder_with_drafters_of_another_target_is_refused_before_data_are_made(
+    made_up: TrainConfig, tmp_path: Path
+) -> None:
     (tmp_path / "table").touch()
     other = DrafterTarget("other", "another tokenizer", 300, 48)
-    open_for_writing(config.out_folder, other, "MIT").with_file("ngram_table", tmp_path / "table", {})
+    open_for_writing(made_up.out_folder, other, "MIT").with_file("ngram_table", tmp_path / "table", {})
     with pytest.raises(InvalidArgumentError, match="was trained for other"):
-        training.train(config, _quiet())
+        training.train(made_up, _quiet())
 
 
 def test_a_data_folder_that_cannot_be_filled_is_refused_before_data_are_made(
-    tiny_model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made_up: TrainConfig, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(training, "generate_data", lambda *_arguments, **_options: pytest.fail("data were made"))
-    config = _config(tiny_model, None, cache, tmp_path)
-    config.work_folder.mkdir()
-    (config.work_folder / "data").touch()
+    made_up.work_folder.mkdir()
+    (made_up.work_folder / "data").touch()
     with pytest.raises(InvalidArgumentError, match=r"^work_dir: .*work/data is not a folder$"):
-        training.train(config, _quiet())
+        training.train(made_up, _quiet())
 
 
 class Scripted:
