@@ -128,6 +128,25 @@ class SequenceSampler:
         return self._constraint is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether logits and noise alone choose all further tokens, and one of `end_ids` or their number ends them.
+
+        Stop strings aside, of which a sampler does not know.
+        """
+        state = self.state
+        return not (state.edits or state.is_filtered or self.is_constrained or self.wants_log_probs)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end the generation."""
+        return self._end_ids
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be generated."""
+        return self._max_tokens - self.output_len
+
+    @property
     def state(self) -> SamplerState:
         """What the next tokens depend on besides their logits; a view, valid until the next token is appended."""
         unblocked_from = self._prompt_len + self._min_tokens

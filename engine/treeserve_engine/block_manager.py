@@ -193,8 +193,11 @@ class BlockManager:
         """Whether `reserve(seq_id, n)` would find enough free blocks."""
         return self._missing(self._sequences[seq_id], n) <= self._pool.free_blocks
 
-    def reserve(self, seq_id: int, n: int) -> None:
+    def reserve(self, seq_id: int, n: int, *, whole_blocks: bool = False) -> None:
         """Take blocks for `n` KV positions after the committed ones. `commit` or `rollback` ends the reservation.
+
+        Args:
+            whole_blocks: reserve what is left of the last one, too.
 
         Raises:
             OutOfBlocksError: if too few are free; nothing has changed then.
@@ -209,7 +212,7 @@ class BlockManager:
             if missing > self._pool.free_blocks:
                 raise OutOfBlocksError(f"{missing} blocks are needed and {self._pool.free_blocks} are free")
             sequence.table += [self._pool.take() for _ in range(missing)]
-            sequence.reserved = n
+            sequence.reserved = len(sequence.table) * self.block_size - sequence.computed_len if whole_blocks else n
 
     def commit(self, seq_id: int, kept_nodes: Sequence[int], token_ids: Sequence[int] = ()) -> KvMoves:
         """Keep some of the reserved nodes' KV: node kept_nodes[i] belongs to position computed_len + i from now on.
@@ -255,6 +258,10 @@ class BlockManager:
             self._pool.lose(place.slot)
             for sequence in self._sequences.values():
                 sequence.is_lost |= place.slot in sequence.table[: self._whole_blocks(sequence.computed_len)]
+
+    def is_lost(self, seq_id: int) -> bool:
+        """Whether KV of the sequence was lost: it can only be freed."""
+        return self._sequences[seq_id].is_lost
 
     def slots(self, seq_id: int, start: int, stop: int) -> SlotArray:
         """Slots of KV positions [start, stop), which are committed or reserved. int64[stop - start]."""

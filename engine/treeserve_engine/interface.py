@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
+from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import HiddenStates
 
 
@@ -87,6 +88,20 @@ class HiddenModel(Model, Protocol):
         Args:
             layers: after how many layers the batch's feature rows are wanted: ascending, each at least 1 and below the
                 number of layers.
+        """
+
+
+@runtime_checkable
+class RunModel(Model, Protocol):
+    """A model that can decode many steps in a row by itself."""
+
+    def decode(
+        self, kv: Any, block_tables: Sequence[Sequence[int]], sequences: Sequence[RunSequence], terms: RunTerms
+    ) -> Ran:
+        """Run steps (`treeserve_kernels.cpu.decode_run`), whose tokens are those of `forward` and `accept`.
+
+        Args:
+            block_tables: KV blocks of each sequence, those reserved included.
         """
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
+from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import (
     BatchArrays,
     Decoder,
@@ -55,6 +56,16 @@ class NativeModel:
             Logits of the rows asked for, float32[K, outputs of the head].
         """
         return self._decoder.forward(kv, **_arrays(batch))
+
+    def decode(
+        self,
+        kv: KvCache,
+        block_tables: Sequence[Sequence[int]],
+        sequences: Sequence[RunSequence],
+        terms: RunTerms,
+    ) -> Ran:
+        """See `RunModel.decode`."""
+        return self._decoder.run(kv, block_tables, sequences, terms)
 
     @property
     def feature_shape(self) -> FeatureShape:

@@ -14,9 +14,10 @@ import structlog
 
 from treeserve_engine.batch import ForwardBatch, SequenceRows, build_batch
 from treeserve_engine.block_manager import BlockManager, KvMoves
-from treeserve_engine.interface import HiddenModel, Kv, Model
+from treeserve_engine.interface import HiddenModel, Kv, Model, RunModel
 from treeserve_engine.kv_storage import TierBytes, TierStorage
 from treeserve_engine.kv_tiers import BlockCopy, KvTiers, Place
+from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import HiddenStates
 
 Logits = TypeVar("Logits")
@@ -99,6 +100,29 @@ class ModelRunner:
         batch = self._begin(rows)
         return forward(batch, self._kv), batch.logits_offsets
 
+    def decode(self, seq_ids: Sequence[int], sequences: Sequence[RunSequence], terms: RunTerms) -> Ran:
+        """Decode steps in a row, of a `RunModel`. It ends the sequences' reservations, and commits what was emitted.
+
+        Args:
+            sequences: one for each of `seq_ids`.
+
+        Raises:
+            ValueError: if the model cannot, or the KV of a sequence was lost.
+        """
+        try:
+            if not isinstance(self.model, RunModel) or any(map(self.blocks.is_lost, seq_ids)):
+                raise ValueError("no run: the model cannot, or KV was lost")
+            self._update_kv()
+            ran = self.model.decode(self._kv, [*map(self.blocks.block_table, seq_ids)], sequences, terms)
+        except BaseException:
+            for seq_id in seq_ids:
+                self.rollback(seq_id)
+            raise
+        for seq_id, sequence, each in zip(seq_ids, sequences, ran.sequences, strict=True):
+            computed = (sequence.root, *each.token_ids)[: len(each.token_ids)]
+            self.blocks.commit(seq_id, range(len(computed)), computed)
+        return ran
+
     def commit(self, seq_id: int, kept_nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes of the step (ascending), moved together, and free the rest.
 
@@ -117,8 +141,7 @@ class ModelRunner:
 
     def _begin(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         """Bring the KV cache up to date and lay the rows side by side."""
-        self._apply_moves()
-        self._copy_blocks()
+        self._update_kv()
         batch = build_batch(rows, self.blocks)
         for r in rows:
             if self.blocks.shares(r.seq_id):
@@ -127,6 +150,11 @@ class ModelRunner:
                 before = self._row_tokens.get(r.seq_id, ())[: r.node_offset]
                 self._row_tokens[r.seq_id] = [*before, *r.token_ids]
         return batch
+
+    def _update_kv(self) -> None:
+        """Move and copy what was decided on."""
+        self._apply_moves()
+        self._copy_blocks()
 
     def _apply_moves(self) -> None:
         if not self._moves:

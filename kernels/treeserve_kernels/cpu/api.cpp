@@ -1,13 +1,16 @@
 // The C interface: turns exceptions into statuses.
 #include "api.h"
 
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 #include <string>
 
 #include "checks.h"
 #include "cpu_features.h"
+#include "decode_run.h"
 #include "decoder.h"
+#include "node_choice.h"
 #include "rivals.h"
 
 namespace {
@@ -58,6 +61,20 @@ void ts_decoder_destroy(TsDecoder* decoder) { delete decoder; }
 
 TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch, const TsOutputs* outputs) {
     return guarded([&] { decoder->forward(*kv, *batch, *outputs); });
+}
+
+TsStatus ts_decode_run(TsDecoder* decoder, TsKvCache* kv, TsRun* run) {
+    return guarded([&] { treeserve::DecodeRun(*decoder, *kv, *run).go(); });
+}
+
+TsStatus ts_choose_nodes(const TsCosts* costs, int64_t num_offers, const TsOffer* offers, int64_t room, int32_t* counts,
+                         double* expected) {
+    return guarded([&] {
+        treeserve::NodeChoice choice;
+        choice.choose(*costs, {offers, offers + num_offers}, room);
+        std::copy(choice.counts().begin(), choice.counts().end(), counts);
+        std::copy(choice.expected().begin(), choice.expected().end(), expected);
+    });
 }
 
 TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type, TsKvCache** kv) {

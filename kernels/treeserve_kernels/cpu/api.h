@@ -7,12 +7,14 @@
 
 #include <stdint.h>
 
+#include "drafter_calls.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 5
+#define TS_ABI_VERSION 6
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -78,6 +80,81 @@ typedef struct TsOutputs {
     float* features;     // [num_features, num_feature_layers, hidden_size]; null only if there are none
 } TsOutputs;
 
+// What a step takes: the milliseconds of the first stair with as many rows, beyond the last one in proportion.
+typedef struct TsCosts {
+    int64_t num_stairs;
+    const int32_t* rows;  // [num_stairs], ascending
+    const double* ms;     // [num_stairs], above 0, never falling
+} TsCosts;
+
+// A decoding sequence and the draft nodes there are for it, as selection.py has them.
+typedef struct TsOffer {
+    int64_t num_nodes;
+    const double* accepted;  // [num_nodes], expected acceptance of each, never rising
+    const int32_t* depths;   // [num_nodes]
+    double slack_ms, token_ms, reserve_ms;
+    int32_t tokens_left;
+} TsOffer;
+
+// A sequence of a run. It has nothing but its root to compute, and chooses its tokens by their logits and noise alone.
+typedef struct TsRunSequence {
+    const int32_t* block_table;  // [num_blocks], those reserved included
+    const int32_t* end_ids;      // [num_end_ids], tokens that end it
+    int32_t num_blocks, num_end_ids;
+    int32_t num_tokens;   // committed, the root the last of them; KV of all before it is computed
+    int32_t root;
+    int32_t tokens_left;  // that it may emit, at least 1
+    int32_t most_nodes;   // of a tree
+    double temperature;   // 0 for the most probable token
+    uint64_t seed;
+    int64_t handle;       // at the drafter; negative: nothing is drafted for it
+    double slack_ms, token_ms, reserve_ms;  // as in TsOffer; these change with what it emits:
+    double calibration, verified;           // accepted over expected nodes, and nodes verified; smoothed
+
+    // Written by the run.
+    int32_t* token_ids;  // [tokens_left or slots of the blocks, whatever is less]
+    int32_t num_emitted;
+    int32_t has_ended;
+    int32_t is_undecided;  // its next token needs more than a look at the logits: nothing was emitted at the end
+} TsRunSequence;
+
+typedef struct TsRunStep {
+    double forward_ms, step_ms;
+    int32_t rows;
+} TsRunStep;
+
+// What a step did to a sequence.
+typedef struct TsRunRecord {
+    int32_t offered, verified, accepted;  // draft nodes
+    int32_t emitted;                      // tokens
+} TsRunRecord;
+
+// Steps in a row over the same sequences: trees, forward pass, acceptance by replay, KV together, and again. It ends
+// after a step in which a sequence ended, before one for which there is no room, and as told.
+typedef struct TsRun {
+    int64_t num_sequences;
+    TsRunSequence* sequences;  // [num_sequences], the most urgent first
+    TsCosts costs;
+    int64_t vocab_size;   // token ids that exist; logits beyond are padding
+    int64_t step_rows;    // most rows of a step
+    double node_price;    // that drafters are told
+    const TsDrafterCalls* drafter;  // null for none
+    int32_t top_tokens;             // so many of each row's most probable tokens are told to the drafter; at most 64
+    int32_t max_steps;
+    double max_seconds;
+    const int32_t* stop;  // not 0: no further step; another thread may set it
+    double prior;         // calibration that fresh sequences begin with; changes
+
+    // Written by the run.
+    TsRunStep* steps;      // [max_steps]
+    TsRunRecord* records;  // [max_steps, num_sequences]
+    int64_t* accepted_by_source;  // [32], nodes by bit of their masks
+    int32_t num_steps;
+    int32_t num_trees, num_empty_trees;
+    int32_t drafter_failed;
+    double draft_seconds;
+} TsRun;
+
 typedef struct TsDecoder TsDecoder;
 typedef struct TsKvCache TsKvCache;
 
@@ -93,6 +170,12 @@ TS_EXPORT void ts_decoder_destroy(TsDecoder* decoder);
 
 TS_EXPORT TsStatus ts_decoder_forward(TsDecoder* decoder, TsKvCache* kv, const TsBatch* batch,
                                       const TsOutputs* outputs);
+
+TS_EXPORT TsStatus ts_decode_run(TsDecoder* decoder, TsKvCache* kv, TsRun* run);
+
+// Chooses draft nodes as a run does: counts[i] of the first of each offer's nodes.
+TS_EXPORT TsStatus ts_choose_nodes(const TsCosts* costs, int64_t num_offers, const TsOffer* offers, int64_t room,
+                                   int32_t* counts, double* expected);
 
 TS_EXPORT TsStatus ts_kv_create(const TsShape* shape, int64_t num_blocks, int64_t block_size, TsKvType type,
                                 TsKvCache** kv);

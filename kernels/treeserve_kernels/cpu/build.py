@@ -22,7 +22,8 @@ _SOURCES = Path(__file__).parent
 # Code that only some CPUs run is compiled with their instructions; all else with what every CPU of the machine has, and
 # linked first: should two objects hold the same inline function, the linker keeps the first.
 _PORTABLE = (
-    "api", "batch", "cpu_features", "decoder", "kv_cache", "memory", "rivals", "thread_pool", "kernels_portable",
+    "api", "batch", "cpu_features", "decode_run", "decoder", "kv_cache", "memory", "node_choice", "rivals",
+    "thread_pool", "kernels_portable",
 )  # fmt: skip
 _X86 = {
     "kernels_avx2": ("-mavx2", "-mfma"),

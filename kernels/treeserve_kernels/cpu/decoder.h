@@ -47,6 +47,11 @@ public:
     // Throws std::invalid_argument or std::bad_alloc before anything is written.
     void forward(const TsKvCache& kv, const TsBatch& batch, const TsOutputs& outputs);
 
+    int64_t num_outputs() const { return weights_.head.num_outputs; }
+    const treeserve::Kernels& kernels() const { return kernels_; }
+    // Memory for the logits of whoever runs several passes in a row; kept for the next time.
+    treeserve::Scratch<float>& run_logits() { return run_logits_; }
+
 private:
     struct Pass;
     struct RowSet;
@@ -86,7 +91,7 @@ private:
     std::mutex busy_;
     treeserve::ThreadPool pool_;
     treeserve::BatchPlan plan_;
-    treeserve::Scratch<float> hidden_, wanted_hidden_, qkv_, attended_;
+    treeserve::Scratch<float> hidden_, wanted_hidden_, qkv_, attended_, run_logits_;
     treeserve::ActivationBuffer input_, products_;
     std::vector<treeserve::Scratch<float>> row_scratch_, attention_scratch_;  // one per thread
 };

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from treeserve_kernels.cpu import library
 from treeserve_kernels.cpu import structures as c
 from treeserve_kernels.cpu.arguments import array_address, linear_of, shape_of, weights_of
+from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms, run_decode
 from treeserve_kernels.cpu.library import address
 from treeserve_kernels.cpu.packing import Float32Array, PackedLinear
 
@@ -141,6 +142,7 @@ class KvCache:
     def __init__(self, shape: DecoderShape, num_blocks: int, block_size: int, dtype: str) -> None:
         if dtype not in KV_DTYPES:
             raise ValueError(f"KV dtype {dtype!r}; it is one of {', '.join(KV_DTYPES)}")
+        self.block_size = block_size
         handle = ctypes.c_void_p()
         library.check(
             library.load().ts_kv_create(
@@ -277,6 +279,25 @@ class Decoder:
         self._run(kv, arrays, c.Outputs(address(states.logits), address(states.last), address(states.features)))
         return states
 
+    def run(
+        self,
+        kv: KvCache,
+        block_tables: Sequence[Sequence[int]],
+        sequences: Sequence[RunSequence],
+        terms: RunTerms,
+    ) -> Ran:
+        """Decode steps in a row (`decode_run`), each of which writes K and V into the sequences' blocks.
+
+        Args:
+            kv: a cache of this decoder's shape.
+            block_tables: KV blocks of each sequence, those reserved included.
+
+        Raises:
+            ValueError: if the cache is of another shape, or the decoder is closed.
+        """
+        self._check_kv(kv)
+        return run_decode(self._handle, kv._handle, kv.block_size, block_tables, sequences, terms)
+
     def _batch(self, **batch: Unpack[BatchArrays]) -> c.Batch:
         input_ids, context_lens, logits_indices = batch["input_ids"], batch["context_lens"], batch["logits_indices"]
         block_tables, ancestor_words, inputs = batch["block_tables"], batch["ancestor_words"], batch.get("inputs")
@@ -304,11 +325,14 @@ class Decoder:
         return arrays
 
     def _run(self, kv: KvCache, batch: c.Batch, outputs: c.Outputs) -> None:
+        self._check_kv(kv)
+        library.check(self._forward(self._handle, kv._handle, batch, outputs))
+
+    def _check_kv(self, kv: KvCache) -> None:
         if not self._free.alive:
             raise ValueError("the decoder is closed")
         if kv._shape != self.shape:
             raise ValueError("the KV cache is of another shape than the decoder")
-        library.check(self._forward(self._handle, kv._handle, batch, outputs))
 
     def close(self) -> None:
         """End the threads and free the scratch memory. KV caches stay. Calling it again does nothing."""

@@ -15,7 +15,7 @@ from treeserve_kernels.shared_object import Signatures, load_shared_object
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 _ANYTHING = ctypes.c_char * 0  # fits at the beginning of any buffer
 
@@ -82,7 +82,7 @@ def address(array: np.ndarray) -> int:
 def _signatures() -> Signatures:
     pointer, int32, int64, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
     float64, uint64, count = ctypes.c_double, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64)
-    out = ctypes.POINTER(ctypes.c_void_p)
+    out, doubles = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_double)
     shape, linear = ctypes.POINTER(c.Shape), ctypes.POINTER(c.Linear)
     return {
         "ts_last_error": (text, ()),
@@ -90,6 +90,11 @@ def _signatures() -> Signatures:
         "ts_decoder_create": (int32, (shape, ctypes.POINTER(c.Weights), int32, text, out)),
         "ts_decoder_destroy": (None, (pointer,)),
         "ts_decoder_forward": (int32, (pointer, pointer, ctypes.POINTER(c.Batch), ctypes.POINTER(c.Outputs))),
+        "ts_decode_run": (int32, (pointer, pointer, ctypes.POINTER(c.Run))),
+        "ts_choose_nodes": (
+            int32,
+            (ctypes.POINTER(c.Costs), int64, ctypes.POINTER(c.Offer), int64, ctypes.POINTER(int32), doubles),
+        ),
         "ts_kv_create": (int32, (shape, int64, int64, int32, out)),
         "ts_kv_destroy": (None, (pointer,)),
         "ts_kv_nbytes": (int64, (pointer,)),

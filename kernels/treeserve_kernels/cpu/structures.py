@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-_POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT64, _INT32, _FLOAT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
+_INT32S = ctypes.POINTER(_INT32)
 
 
 class Linear(ctypes.Structure):
@@ -60,3 +61,62 @@ class Outputs(ctypes.Structure):
     """TsOutputs."""
 
     _fields_ = [("logits", _POINTER), ("last_hidden", _POINTER), ("features", _POINTER)]
+
+
+class DrafterCalls(ctypes.Structure):
+    """TsDrafterCalls: addresses."""
+
+    _fields_ = [(name, _POINTER) for name in ("drafter", "commit", "remember", "learn", "draft")]
+
+
+class Costs(ctypes.Structure):
+    """TsCosts."""
+
+    _fields_ = [("num_stairs", _INT64), ("rows", _INT32S), ("ms", ctypes.POINTER(_FLOAT64))]
+
+
+class Offer(ctypes.Structure):
+    """TsOffer."""
+
+    _fields_ = [
+        ("num_nodes", _INT64), ("accepted", ctypes.POINTER(_FLOAT64)), ("depths", _INT32S),
+        ("slack_ms", _FLOAT64), ("token_ms", _FLOAT64), ("reserve_ms", _FLOAT64), ("tokens_left", _INT32),
+    ]  # fmt: skip
+
+
+class RunSequence(ctypes.Structure):
+    """TsRunSequence."""
+
+    _fields_ = [
+        ("block_table", _INT32S), ("end_ids", _INT32S), ("num_blocks", _INT32), ("num_end_ids", _INT32),
+        ("num_tokens", _INT32), ("root", _INT32), ("tokens_left", _INT32), ("most_nodes", _INT32),
+        ("temperature", _FLOAT64), ("seed", ctypes.c_uint64), ("handle", _INT64), ("slack_ms", _FLOAT64),
+        ("token_ms", _FLOAT64), ("reserve_ms", _FLOAT64), ("calibration", _FLOAT64), ("verified", _FLOAT64),
+        ("token_ids", _INT32S), ("num_emitted", _INT32), ("has_ended", _INT32), ("is_undecided", _INT32),
+    ]  # fmt: skip
+
+
+class RunStep(ctypes.Structure):
+    """TsRunStep."""
+
+    _fields_ = [("forward_ms", _FLOAT64), ("step_ms", _FLOAT64), ("rows", _INT32)]
+
+
+class RunRecord(ctypes.Structure):
+    """TsRunRecord."""
+
+    _fields_ = [("offered", _INT32), ("verified", _INT32), ("accepted", _INT32), ("emitted", _INT32)]
+
+
+class Run(ctypes.Structure):
+    """TsRun."""
+
+    _fields_ = [
+        ("num_sequences", _INT64), ("sequences", ctypes.POINTER(RunSequence)), ("costs", Costs),
+        ("vocab_size", _INT64), ("step_rows", _INT64), ("node_price", _FLOAT64),
+        ("drafter", ctypes.POINTER(DrafterCalls)), ("top_tokens", _INT32), ("max_steps", _INT32),
+        ("max_seconds", _FLOAT64), ("stop", _INT32S), ("prior", _FLOAT64), ("steps", ctypes.POINTER(RunStep)),
+        ("records", ctypes.POINTER(RunRecord)), ("accepted_by_source", ctypes.POINTER(_INT64)),
+        ("num_steps", _INT32), ("num_trees", _INT32), ("num_empty_trees", _INT32), ("drafter_failed", _INT32),
+        ("draft_seconds", _FLOAT64),
+    ]  # fmt: skip

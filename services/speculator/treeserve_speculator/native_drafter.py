@@ -22,6 +22,7 @@ from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits
 from treeserve_core.tree import TokenTree
+from treeserve_kernels.cpu.structures import DrafterCalls
 from treeserve_speculator.drafter import TreeLimits
 from treeserve_speculator.metrics import SpeculatorMetrics
 from treeserve_speculator.native import library
@@ -47,7 +48,8 @@ class _Told(NamedTuple):
 
 
 class NativeDrafter:
-    """What it is told gathers until `draft`, or until `learn` if no tree is asked for. All calls come from one thread.
+    """What it is told gathers until `draft`, or until `learn` if no tree is asked for. All calls come from one thread,
+    those of runs of steps aside.
 
     Args:
         sources: out of `library.SOURCES`, in the order of their bits.
@@ -86,6 +88,7 @@ class NativeDrafter:
         self._drafter = ctypes.c_void_p()
         library.check(self._library.ts_drafter_create(config, self._drafter))
         weakref.finalize(self, self._library.ts_drafter_destroy, self._drafter)
+        self._calls = library.calls_of(self._drafter)
         self._metrics = metrics
         self._counters = [metrics.of_source(name) for name in self.sources]
         self._counted = [(0.0, 0, 0, 0)] * len(self.sources)
@@ -163,6 +166,23 @@ class NativeDrafter:
         self._metrics.trees.inc(len(trees))
         self._metrics.empty_trees.inc(sum(len(tree) == 1 for _, _, tree in trees))
         return [(handle, DraftProposal(base, tree, round(1e6 * seconds))) for handle, base, tree in trees]
+
+    def begin_run(self, handles: Sequence[int]) -> DrafterCalls:
+        """What a run of steps calls for these sequences (`treeserve_kernels.cpu.decode_run`), from any thread.
+
+        What it was told of them before is passed on; trees that were asked for them the run drafts itself.
+        """
+        self._catch_up()
+        for handle in handles:
+            self._due.pop(handle, None)
+        return self._calls
+
+    def end_run(self, trees: int, empty_trees: int, seconds: float) -> None:
+        """A run drafted so many trees, so many of them with nothing but a root."""
+        if trees:
+            self._metrics.draft_seconds.observe(seconds / trees)
+        self._metrics.trees.inc(trees)
+        self._metrics.empty_trees.inc(empty_trees)
 
     def learn(self) -> None:
         """Learn from the commits, meet what began and forget what ended: when nobody waits."""

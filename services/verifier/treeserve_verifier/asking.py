@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from treeserve_core.proposal import DraftProposal
@@ -109,6 +109,10 @@ class Asking:
     def may_ask(self, seat: Seat) -> bool:
         """It is the seat's turn: whether any node (`budget`) would pay now."""
         seat.probed = False
+        return self.may_draft(seat)
+
+    def may_draft(self, seat: Seat) -> bool:
+        """`may_ask`, for a run of steps."""
         seat.budget = self._budget_of(seat.sequence)
         if seat.budget == 0:
             self._choose(seat.speculator)
@@ -117,13 +121,10 @@ class Asking:
     def came(self, seat: Seat, proposal: DraftProposal, now: float) -> None:
         """The tree that was asked for came. What was committed meanwhile shows already what it would have saved."""
         speculator = seat.speculator
-        is_first, is_young = speculator.latency_s == 0.0, speculator.is_young
+        is_first = speculator.latency_s == 0.0
         took_s = speculator.heard(seat.handle, now)
         if is_first or not seat.eager:  # it was asked for to learn from
-            share = _PROBE_SHARE / len(self._speculators)
-            pause_s = WORTH * took_s * len(self._seats) / share
-            # What the first trees take says little of others: one that was held up must not end all trials.
-            speculator.probe_at = now + (min(pause_s, _LOOK_S) if is_young else pause_s)
+            self._put_off(speculator, took_s, now)
         if not seat.pace.follows:
             seat.pace.follow(proposal.tree)
             if len(proposal.tree) == 1:  # the step was planned for nothing; that of others is in the price of rows
@@ -145,6 +146,32 @@ class Asking:
         if seat.pace.saved > 0.0:
             self._echoes[seat.sequence].proved()
         self._reconsider(seat)
+
+    def judge_all(self, seat: Seat, trees: Iterable[tuple[float, int]], now: float) -> None:
+        """Trees for the sequence were drafted, verified and followed to their ends without being asked for here.
+
+        Args:
+            trees: of each what it saved, in tokens, and how many of its tokens came true.
+        """
+        pace, speculator = seat.pace, seat.speculator
+        for saved, right in trees:
+            if pace.is_unknown or not seat.eager:
+                speculator.surprised(right)
+            pace.is_unknown = False
+            pace.learn(saved, right)
+            if saved > 0.0:
+                self._echoes[seat.sequence].proved()
+        if seat.probed:
+            seat.probed = False
+            self._put_off(speculator, speculator.tree_s, now)
+        self._reconsider(seat)
+
+    def _put_off(self, speculator: Speculator, took_s: float, now: float) -> None:
+        """A tree was asked for to learn from, and took that long: when the next one may be."""
+        share = _PROBE_SHARE / len(self._speculators)
+        pause_s = WORTH * took_s * len(self._seats) / share
+        # What the first trees take says little of others: one that was held up must not end all trials.
+        speculator.probe_at = now + (min(pause_s, _LOOK_S) if speculator.is_young else pause_s)
 
     def _ends(self, pace: Pace, new: SequenceOf[int], spent: float | None, known: int) -> bool:
         alone = new[known:]

@@ -16,14 +16,20 @@ _FORGIVENESS = 0.01
 
 
 class Calibrator:
-    """Keeps `calibration` and `verified` of sequences; a fresh one starts with what all others taught."""
+    """Keeps `calibration` and `verified` of sequences; a fresh one starts with what all others taught.
+
+    Runs of steps (`decode_run`) learn the same in kernels/cpu/decode_run.cpp.
+
+    Attributes:
+        prior: smoothed over all sequences.
+    """
 
     def __init__(self) -> None:
-        self._prior = 1.0  # smoothed over all sequences
+        self.prior = 1.0
 
     def begin(self, sequence: Sequence) -> None:
         """A fresh sequence."""
-        sequence.calibration = self._prior
+        sequence.calibration = self.prior
 
     def learn(self, planned: PlannedSequence, outcome: VerifyOutcome) -> None:
         """A step verified what was planned for a sequence. What was expected counts with the present calibration."""
@@ -40,7 +46,7 @@ class Calibrator:
             accepted = int(planned.untried.child(0, outcome.token_ids[0]) is not None)
         ratio = min((accepted + 0.5) / (expected + 0.5), 2.0)  # the halves keep small trees from swinging it
         sequence.calibration *= 1.0 + _CALIBRATION_SMOOTHING * (ratio - 1.0)
-        self._prior += _PRIOR_SMOOTHING * (sequence.calibration - self._prior)
+        self.prior += _PRIOR_SMOOTHING * (sequence.calibration - self.prior)
 
 
 def _first_level(tree: TokenTree) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -17,6 +17,8 @@ from treeserve_core.features import FeatureRows
 from treeserve_core.identity import ModelIdentity
 from treeserve_core.proposal import DraftProposal
 from treeserve_core.sampling import SamplingParams, SequenceLimits
+from treeserve_kernels.cpu.decode_run import Ran
+from treeserve_kernels.cpu.structures import DrafterCalls
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.cost_model import Prices
 from treeserve_verifier.drafting import DraftDesk
@@ -73,6 +75,20 @@ class Drafter(Protocol):
         """Learn from what it was told: when nobody waits."""
 
 
+@runtime_checkable
+class RunDrafter(Drafter, Protocol):
+    """A drafter that native code can call, for steps in a row."""
+
+    def begin_run(self, handles: SequenceOf[int]) -> DrafterCalls:
+        """What to call for these sequences; trees that were asked for them are drafted by the run.
+
+        Other methods may be called meanwhile, but for `assign`, `commit`, `draft` and `release` of these.
+        """
+
+    def end_run(self, trees: int, empty_trees: int, seconds: float) -> None:
+        """A run drafted so many trees, so many of them with nothing but a root."""
+
+
 class ColocatedOutbox:
     """Hands what the desk says to the drafter, and its trees to the desk (a DraftOutbox).
 
@@ -102,6 +118,34 @@ class ColocatedOutbox:
     def learn(self) -> None:
         """Learn from the commits: when nobody waits."""
         self._call(lambda drafter: drafter.learn())
+
+    @property
+    def wants_top_tokens(self) -> bool:
+        """Whether the drafter does."""
+        return self._drafter is not None and self._drafter.wants_top_tokens
+
+    def begin_run(self, handles: SequenceOf[int]) -> DrafterCalls | None:
+        """What a run of steps calls for these sequences; None if native code can call nothing."""
+        calls: list[DrafterCalls] = []
+        if isinstance(self._drafter, RunDrafter):
+            self._call(lambda drafter: calls.append(cast(RunDrafter, drafter).begin_run(handles)))
+        return calls[0] if calls else None
+
+    def end_run(self, ran: Ran) -> None:
+        """Such a run is over."""
+
+        def note(drafter: Drafter) -> None:
+            cast(RunDrafter, drafter).end_run(ran.num_trees, ran.num_empty_trees, ran.draft_s)
+            if ran.drafter_failed:
+                raise RuntimeError("a call within a run of steps failed")
+
+        self._call(note)
+        if ran.num_trees and self._speculator is not None:
+            self._speculator.drafted(ran.draft_s / ran.num_trees)
+
+    def source_mask(self, bit: int) -> int:
+        """The mask, as the desk numbers sources, of the source with this bit in the drafter's trees."""
+        return 1 << self._speculator.source_bits[bit] if self._speculator is not None else 0
 
     def assign(self, handle: int, sequence: Sequence, budget: int) -> None:
         """A new sequence to draft for."""

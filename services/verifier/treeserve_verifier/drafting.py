@@ -187,6 +187,50 @@ class DraftDesk:
             if seat.asks and (not seat.waits or len(sequence.tokens) - seat.told_len >= _UNANSWERED):
                 self._ask(seat)
 
+    def expects_trees(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether trees for them come, or are to come, from outside this process."""
+        seats = (seat for sequence in sequences for seat in self._seats.get(sequence, ()))
+        return any(not s.speculator.is_colocated and (s.asks or s.waits or s.tree is not None) for s in seats)
+
+    def before_run(self, sequences: SequenceOf[Sequence]) -> dict[Sequence, Seat]:
+        """A run of steps is to decode these sequences: the seats of a drafter in this process that is to draft."""
+        self._asking.before_step(sequences, self._clock())
+        drafted: dict[Sequence, Seat] = {}
+        for sequence in sequences:
+            for seat in self._seats.get(sequence, ()):
+                if seat.speculator.is_colocated and seat.asks and self._asking.may_draft(seat):
+                    drafted[sequence] = seat
+        for seat in drafted.values():
+            self._tell(seat)
+        return drafted
+
+    def ran(
+        self, sequence: Sequence, base_len: int, seat: Seat | None, trees: SequenceOf[tuple[float, int]] = ()
+    ) -> None:
+        """A run committed tokens after `base_len`.
+
+        Args:
+            seat: what `before_run` had for the sequence: its drafter knows these tokens.
+            trees: of each of its trees what it saved, in tokens, and how many of its tokens came true.
+        """
+        if seat is None:
+            self.committed(sequence, base_len, ())
+            return
+        self._asking.listen(sequence, base_len)
+        seat.told_len, seat.known, seat.ran = len(sequence.tokens), 0, True
+        seat.top_token_ids.clear()
+        seat.speculator.asked.pop(seat.handle, None)
+        seat.forget_tree()
+        self._asking.judge_all(seat, trees, self._clock())
+
+    def after_runs(self, sequences: SequenceOf[Sequence]) -> None:
+        """Steps are planned here again: ask for the trees that runs drafted by themselves."""
+        for sequence in sequences:
+            for seat in self._seats.get(sequence, ()):
+                if seat.ran and seat.asks and not seat.waits:
+                    self._ask(seat)
+                seat.ran = False
+
     def propose(self, speculator: Speculator, handle: int, proposal: DraftProposal) -> Sequence | None:
         """Take a tree. Returns its sequence, or None if that ended in the meantime.
 
@@ -264,6 +308,17 @@ class DraftDesk:
         seat.asked_at = self._clock()
         seat.speculator.ask(seat.handle, seat.asked_at, len(new))
         self.asks += 1
+
+    def _tell(self, seat: Seat) -> None:
+        """Tell a speculator in this process what it does not know of a sequence, without asking for a tree."""
+        new = tuple(seat.sequence.tokens[seat.told_len :])
+        if seat.told_len == 0:
+            seat.speculator.outbox.assign(seat.handle, seat.sequence, 0)
+        elif new:
+            top_token_ids = tuple(seat.top_token_ids)
+            seat.speculator.outbox.commit(CommitNotice(seat.handle, seat.told_len, new, 0, top_token_ids))
+        self._told(seat)
+        seat.top_token_ids.clear()
 
     def _told(self, seat: Seat) -> None:
         """The speculator was told of all tokens: what it was not sent yet of their features follows."""

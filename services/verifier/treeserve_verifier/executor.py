@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,14 @@ from treeserve_core.tree import TokenTree
 from treeserve_engine.accept import accept
 from treeserve_engine.batch import SequenceRows
 from treeserve_engine.block_manager import BlockManager
-from treeserve_engine.interface import DeviceModel, HiddenModel, Model
+from treeserve_engine.interface import DeviceModel, HiddenModel, Model, RunModel
 from treeserve_engine.runner import ModelRunner
+from treeserve_kernels.cpu.decode_run import Ran
+from treeserve_verifier.decode_run import FinishedRun, RunPlan
 from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 from treeserve_verifier.top_tokens import TOP_TOKENS, TopTokens
+
+Result = TypeVar("Result")
 
 Accepted = tuple[VerifyOutcome, tuple[SequenceOf[int], ...]]  # and the most probable tokens, if wanted
 
@@ -108,13 +113,14 @@ class StepExecutor:
         vocab_size: token ids that exist; logits beyond are padding.
 
     Attributes:
+        vocab_size: token ids that exist.
         feature_shape: of the features it can export; None if the model shows none, as on a GPU.
     """
 
     def __init__(self, runner: ModelRunner, thread: Executor, vocab_size: int) -> None:
         self._runner = runner
         self._thread = thread
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._unfound: list[TopTokens] = []
         self._device_model = runner.model if isinstance(runner.model, DeviceModel) else None
         self.feature_shape = None if self._device_model is not None else _feature_shape(runner.model)
@@ -136,6 +142,41 @@ class StepExecutor:
             then: the plain steps. There are none after a sequence ended or failed, or where KV blocks are short.
             features_for: seq_ids whose speculators want features; empty without a `feature_shape`.
         """
+
+        def run() -> list[ExecutedStep]:
+            steps = [self._run(plan, top_tokens_for, features_for)]
+            while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._runner.blocks, steps[-1]):
+                steps.append(self._run(plain_step_after(steps[-1]), top_tokens_for, features_for))
+            return steps
+
+        return await self._in_thread(run, meanwhile)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether its model decodes steps in a row by itself (`run_on`)."""
+        return isinstance(self._runner.model, RunModel)
+
+    async def run_on(self, plan: RunPlan, meanwhile: Callable[[], None]) -> FinishedRun:
+        """Run steps in a row; the event loop goes on meanwhile.
+
+        Args:
+            meanwhile: as for `run`.
+        """
+
+        def run() -> FinishedRun:
+            try:
+                ran = self._runner.decode([s.seq_id for s in plan.sequences], plan.of_each, plan.terms)
+            except Exception as error:
+                ran = Ran.nothing(plan.of_each, plan.terms, error)
+            for sequence, each in zip(plan.sequences, ran.sequences, strict=True):
+                for token_id in each.token_ids:
+                    sequence.sampler.append(token_id)
+            return FinishedRun(plan, ran, tuple(sequence.sampler.finish_reason for sequence in plan.sequences))
+
+        return await self._in_thread(run, meanwhile)
+
+    async def _in_thread(self, run: Callable[[], Result], meanwhile: Callable[[], None]) -> Result:
+        """Call `run` in the engine's thread, and then `meanwhile` here."""
         loop = asyncio.get_running_loop()
         unfound, self._unfound = self._unfound, []
 
@@ -144,15 +185,12 @@ class StepExecutor:
             for top_tokens in unfound:
                 top_tokens.find()
 
-        def run() -> list[ExecutedStep]:
+        def run_there() -> Result:
             # This thread holds the interpreter until the forward pass lets go of it; only then is this called.
             loop.call_soon_threadsafe(under_way)
-            steps = [self._run(plan, top_tokens_for, features_for)]
-            while len(steps) <= then.steps and then.may_go_on() and reserve_next(self._runner.blocks, steps[-1]):
-                steps.append(self._run(plain_step_after(steps[-1]), top_tokens_for, features_for))
-            return steps
+            return run()
 
-        return await loop.run_in_executor(self._thread, run)
+        return await loop.run_in_executor(self._thread, run_there)
 
     def _run(self, plan: StepPlan, top_tokens_for: frozenset[int], features_for: frozenset[int]) -> ExecutedStep:
         start = time.perf_counter()
@@ -188,7 +226,7 @@ class StepExecutor:
                 accept_tree,
                 top_tokens=TOP_TOKENS,
                 top_tokens_for=top_tokens_for,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
             )
             return [_Computed(commit) for commit in commits]
         if self.feature_shape is None or features_for.isdisjoint(p.sequence.seq_id for p in sequences):
@@ -246,7 +284,7 @@ class StepExecutor:
         outcome = accept(tree, lambda node: logits[node], sequence.sampler, sequence.stops_at, acceptance)
         if not wants_top_tokens:
             return outcome, ()
-        top_tokens = tuple([TopTokens(logits[node][: self._vocab_size]) for node in outcome.walked_nodes])
+        top_tokens = tuple([TopTokens(logits[node][: self.vocab_size]) for node in outcome.walked_nodes])
         self._unfound += top_tokens
         return outcome, top_tokens
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 from collections.abc import Callable
 
 import structlog
 
 from treeserve_core.errors import HandedBackError, InvalidArgumentError
 from treeserve_core.features import FeatureShape
+from treeserve_core.outcome import FinishReason
 from treeserve_core.proposal import DraftProposal
+from treeserve_kernels.cpu.decode_run import RanSequence
 from treeserve_verifier.colocated import ColocatedOutbox
 from treeserve_verifier.cost_model import CostModel, Prices
+from treeserve_verifier.decode_run import FinishedRun, RunPlan, RunPlanner, stats_of
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.load import Load, SpeedMeter
@@ -21,10 +25,28 @@ from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
-from treeserve_verifier.step_plan import Candidate, StepPlan
+from treeserve_verifier.step_plan import StepPlan
 from treeserve_verifier.work import WorkMeter
 
 _log = structlog.get_logger(__name__)
+
+
+class Change(asyncio.Event):
+    """An event that native code can see: `flag` is not 0 while it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = ctypes.c_int32()
+
+    def set(self) -> None:
+        """Set event and flag."""
+        self.flag.value = 1
+        super().set()
+
+    def clear(self) -> None:
+        """Clear both."""
+        self.flag.value = 0
+        super().clear()
 
 
 class VerifyLoop:
@@ -36,7 +58,7 @@ class VerifyLoop:
 
     Args:
         clock: seconds, monotonic.
-        run_ahead_s: plain steps may run that long without this loop, if nothing changes.
+        run_ahead_s: steps may run that long without this loop, if nothing changes.
         colocated: a drafter in this process; None for speculators alone.
     """
 
@@ -65,7 +87,10 @@ class VerifyLoop:
         self._clock = clock
         self._speed = SpeedMeter()
         self._work = WorkMeter(cost)
-        self._changed = asyncio.Event()  # something happened that may make a step ready
+        self._changed = Change()  # something happened that may make a step ready
+        self._runs = RunPlanner(scheduler, desk, planner, executor, colocated, clock, run_ahead_s)
+        self._must_plan = False  # the next step: what a run of steps left undone
+        self._uncounted_runs: list[tuple[FinishedRun, float]] = []  # and milliseconds beside each of its steps
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._uncounted: list[tuple[ExecutedStep, float]] = []  # and its milliseconds, with all that is done for it
         self._at_work_since = clock()  # on the next step: since the last one was settled, or the last wait
@@ -164,8 +189,15 @@ class VerifyLoop:
                 await self.step()
 
     async def step(self) -> None:
-        """One step, as docs/architecture.md tells it."""
-        plan = self._scheduler.reserve(self._planner.plan(self._candidates()))
+        """One step, or several in a row, as docs/architecture.md tells it."""
+        for sequence in self._scheduler.admit():
+            self._desk.open(sequence)
+        if self._may_run() and (run := self._runs.plan(self._changed.flag)) is not None:
+            await self._run_on(run)
+            return
+        self._must_plan = False
+        self._draft_here()
+        plan = self._scheduler.reserve(self._planner.plan(self._scheduler.candidates(self._desk.tree)))
         if not plan.sequences:
             self._catch_up()
             await asyncio.sleep(0)
@@ -181,6 +213,38 @@ class VerifyLoop:
         self._uncounted += [(step, step_ms) for step in steps]
         if any(result.is_last for result in steps[-1].results):
             self._count()  # before the end leaves: who has a whole generation finds all its tokens counted
+
+    def _may_run(self) -> bool:
+        """Whether steps in a row may come next."""
+        return not self._must_plan and self._runs.may_run()
+
+    async def _run_on(self, plan: RunPlan) -> None:
+        """Steps in a row, and what is to be learned of them."""
+        run = await self._executor.run_on(plan, self._catch_up)
+        for each in zip(plan.sequences, run.ran.sequences, run.finish_reasons, strict=True):
+            self._settle_ran(run, *each)
+        self._scheduler.calibrator.prior = run.ran.prior
+        if run.ran.error is not None:
+            _log.error("a run of steps failed", exc_info=run.ran.error)
+        self._must_plan = run.must_plan
+        if plan.seats and self._colocated is not None:
+            self._colocated.end_run(run.ran)
+        began, self._at_work_since = self._at_work_since, self._clock()
+        steps = run.ran.steps
+        if steps:
+            beside_ms = 1e3 * (self._at_work_since - began) - sum(step.step_ms for step in steps)
+            self._uncounted_runs.append((run, max(0.0, beside_ms) / len(steps)))
+        if any(finish is not None for finish in run.finish_reasons):
+            self._count()
+
+    def _settle_ran(self, run: FinishedRun, sequence: Sequence, ran: RanSequence, finish: FinishReason | None) -> None:
+        base_len = len(sequence.tokens)
+        sequence.calibration, sequence.verified = ran.calibration, ran.verified
+        if self._scheduler.settle_run(sequence, ran.token_ids, stats_of(ran), finish):
+            count = len(run.plan.sequences)
+            costs = [self._planner.cost_of_node(step.rows, step.rows - count, count) for step in run.ran.steps]
+            trees = [(r.accepted - cost * r.verified, r.accepted) for r, cost in zip(ran.records, costs, strict=True)]
+            self._desk.ran(sequence, base_len, run.plan.seats.get(sequence), trees)
 
     def _plain_run(self, plan: StepPlan) -> PlainRun:
         """How many steps may follow this one unplanned: none that could differ if it were planned.
@@ -206,16 +270,13 @@ class VerifyLoop:
         for result in step.results:
             self._settle(result, node_cost)
 
-    def _candidates(self) -> list[Candidate]:
-        for sequence in self._scheduler.admit():
-            self._desk.open(sequence)
-        return self._scheduler.candidates(self._desk.tree)
-
     async def _until_ready(self) -> None:
         """Return when a step should run: there is work, and no tree worth waiting for is missing."""
         waiting_since: float | None = None
         while True:
             self._changed.clear()
+            if self._may_run():
+                break  # nothing is asked for: a run drafts by itself
             self._draft_here()
             if len(self._scheduler) == 0:
                 self._catch_up()
@@ -241,6 +302,7 @@ class VerifyLoop:
     def _draft_here(self) -> None:
         """Take the trees of the drafter in this process."""
         if self._colocated is not None:
+            self._desk.after_runs(self._scheduler.running)
             self._colocated.draft(self.prices)
 
     def _settle(self, result: StepResult, node_cost: float) -> None:
@@ -282,7 +344,19 @@ class VerifyLoop:
                 self._cost.observe(plan.rows - plan.prefill_rows, step_ms, plan.prefill_rows, plan.attended)
                 self._speed.observe(plan.prefill_rows, step_ms)
                 self._work.did(step.results, self._scheduler.capacity)
+        runs, self._uncounted_runs = self._uncounted_runs, []
+        for run, beside_ms in runs:
+            self._count_run(run, beside_ms)
         self._metrics.count_gaps(self._scheduler.take_gaps_s())
+
+    def _count_run(self, run: FinishedRun, beside_ms: float) -> None:
+        mask = self._colocated.source_mask if self._colocated is not None else lambda bit: 0
+        self._metrics.count_run(run, lambda bit: self._desk.source_names(mask(bit)))
+        for step in run.ran.steps:
+            self._cost.observe(step.rows, step.step_ms + beside_ms)
+            self._speed.observe(0, step.step_ms + beside_ms)
+        emitted = zip(run.plan.sequences, run.ran.sequences, strict=True)
+        self._work.emitted([(s.promise, len(ran.token_ids)) for s, ran in emitted], self._scheduler.capacity)
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from treeserve_core.acceptance import AcceptanceRule
 from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.tree import TokenTree
+from treeserve_verifier.decode_run import FinishedRun, stats_of
 from treeserve_verifier.executor import ExecutedStep
 from treeserve_verifier.sequence import Sequence
 
@@ -117,6 +118,29 @@ class VerifierMetrics:
                 rule = result.planned.sequence.submission.limits.acceptance.rule
                 self._count_outcome(result.outcome, result.planned.tree, rule, source_names)
 
+    def count_run(self, run: FinishedRun, source_names: Callable[[int], list[str]]) -> None:
+        """Count the steps of a run.
+
+        Args:
+            source_names: names of the draft sources with a bit in the masks of the drafter's trees.
+        """
+        for step in run.ran.steps:
+            self.step_duration.observe(step.forward_ms / 1e3)
+            self.step_rows.observe(step.rows)
+        for sequence, ran in zip(run.plan.sequences, run.ran.sequences, strict=True):
+            rule = sequence.submission.limits.acceptance.rule
+            self._count_emitted(len(ran.token_ids), rule)
+            self.drafts.inc(sum(record.verified > 0 for record in ran.records))
+            stats = stats_of(ran)
+            self.draft_tokens.inc(stats.drafted)
+            self.accepted_tokens.inc(stats.accepted)
+            for depth, accepted in enumerate(stats.accepted_per_depth):
+                self.accepted_per_pos.labels(depth).inc(accepted)
+        for bit, accepted in enumerate(run.ran.accepted_by_source):
+            if accepted:
+                for source in source_names(bit):
+                    self.accepted_per_source.labels(source).inc(accepted)
+
     def count_gaps(self, gaps_s: Iterable[float]) -> None:
         """Count times between emissions."""
         for gap_s in gaps_s:
@@ -134,8 +158,7 @@ class VerifierMetrics:
     def _count_outcome(
         self, outcome: VerifyOutcome, tree: TokenTree, rule: AcceptanceRule, source_names: Callable[[int], list[str]]
     ) -> None:
-        self.emitted_tokens.inc(len(outcome.token_ids))
-        self.emitted_per_acceptance.labels(rule.label, str(rule.is_lossy).lower()).inc(len(outcome.token_ids))
+        self._count_emitted(len(outcome.token_ids), rule)
         if len(tree) == 1:
             return
         self.drafts.inc()
@@ -146,6 +169,10 @@ class VerifierMetrics:
             if tree.source_masks is not None:
                 for source in source_names(tree.source_masks[node]):
                     self.accepted_per_source.labels(source).inc()
+
+    def _count_emitted(self, tokens: int, rule: AcceptanceRule) -> None:
+        self.emitted_tokens.inc(tokens)
+        self.emitted_per_acceptance.labels(rule.label, str(rule.is_lossy).lower()).inc(tokens)
 
     def watch_total(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Export a count kept elsewhere, read when scraped."""

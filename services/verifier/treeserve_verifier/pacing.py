@@ -79,9 +79,13 @@ class Pace:
         # At a leaf nothing more can come true.
         return not tree.children[self._node] and self._end()
 
-    def _end(self) -> bool:
-        self._followed = None
+    def learn(self, saved: float, right: int) -> None:
+        """A tree that was not followed here saved that much in the end."""
+        self._followed, self.right = None, right
         self._trees += 1
-        self.saved = min(self._saved, _MOST_SAVED)
+        self.saved = min(saved, _MOST_SAVED)
         self.saves += max(_SMOOTHING, 1.0 / self._trees) * (self.saved - self.saves)
+
+    def _end(self) -> bool:
+        self.learn(self._saved, self.right)
         return True

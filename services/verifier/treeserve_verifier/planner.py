@@ -36,15 +36,29 @@ class StepPlanner:
 
     def draft_budget(self, sequence: Sequence, running: int) -> int:
         """Nodes a drafter should draw for the sequence, the root not counted; 0 where none would pay."""
+        # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
+        pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES
+        return min(self.most_nodes(sequence, running), pays)
+
+    def most_nodes(self, sequence: Sequence, running: int) -> int:
+        """The same, however many of its nodes were verified lately."""
         limit = sequence.submission.limits.max_nodes
         share = (self._config.step_rows - running) // max(running, 1)
         if sequence.max_len - len(sequence.tokens) <= 1:  # the bonus token alone finishes it
             return 0
         if self._cost.prices(running).row > _MOST_OF_A_TOKEN and self._cost.is_proved(2 * max(running, 1)):
             return 0
-        # Twice what steps verify of its trees lately, and a few: enough to choose from, and to find out that more pays.
-        pays = math.ceil(2.0 * sequence.verified) + _SPARE_NODES
-        return max(0, min(self._config.max_nodes, share, pays, self._config.max_nodes if limit is None else limit))
+        return max(0, min(self._config.max_nodes, share, self._config.max_nodes if limit is None else limit))
+
+    @property
+    def step_rows(self) -> int:
+        """Most rows of a step."""
+        return self._config.step_rows
+
+    @property
+    def cost_table(self) -> dict[int, float]:
+        """Milliseconds of a step by its rows with logits."""
+        return self._cost.table
 
     def prices(self, decoding: int) -> Prices:
         """What tokens and rows cost while so many sequences decode."""
@@ -53,11 +67,14 @@ class StepPlanner:
     def node_cost(self, plan: StepPlan) -> float:
         """What one draft node of a plan costs, in tokens: as many as plain decoding emits in that time."""
         nodes = sum(p.rows - p.chunk for p in plan.sequences)
+        decoding = sum(p.tree is not None for p in plan.sequences)
+        return self.cost_of_node(plan.rows - plan.prefill_rows, nodes, decoding)
+
+    def cost_of_node(self, rows: int, nodes: int, decoding: int) -> float:
+        """The same of a step of so many rows with logits, so many of them draft nodes, for so many sequences."""
         if nodes == 0:
             return 0.0
-        rows = plan.rows - plan.prefill_rows
         extra_ms = self._cost.step_ms(rows) - self._cost.step_ms(rows - nodes)
-        decoding = sum(p.tree is not None for p in plan.sequences)
         return extra_ms / nodes / 1e3 / self._cost.prices(decoding).token_s
 
     def plan(self, candidates: SequenceOf[Candidate]) -> StepPlan:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 
 from treeserve_core.errors import HandedBackError, OverloadedError
-from treeserve_core.outcome import VerifyOutcome
+from treeserve_core.outcome import FinishReason, SpeculationStats, VerifyOutcome
 from treeserve_core.sampling import ServiceClass
 from treeserve_core.tree import TokenTree
-from treeserve_engine.block_manager import BlockManager
+from treeserve_engine.block_manager import BlockManager, OutOfBlocksError
 from treeserve_verifier.calibration import Calibrator
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.kv_room import KvRoom
@@ -38,6 +38,7 @@ class Scheduler:
         token_ms, compute_last: as for `KvRoom`.
 
     Attributes:
+        calibrator: learns how far drafters' probabilities hold.
         pauses: sequences paused for more urgent ones.
         preemptions: sequences that gave their blocks back because the pool ran dry.
     """
@@ -60,7 +61,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._in_step: frozenset[Sequence] = frozenset()
         self._ranking = Ranking(config.ageing_s)
-        self._calibrator = Calibrator()
+        self.calibrator = Calibrator()
         self._gaps_s: list[float] = []
         self.pauses = 0
         self.preemptions = 0
@@ -115,7 +116,7 @@ class Scheduler:
             raise OverloadedError(f"{len(self._waiting)} sequences wait for KV blocks", _RETRY_AFTER_S)
         now = self._clock()
         sequence.promise.asked_at = now - sequence.submission.waited_ms / 1e3
-        self._calibrator.begin(sequence)
+        self.calibrator.begin(sequence)
         self._wait(sequence, now)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -198,6 +199,44 @@ class Scheduler:
                 sequence.wait.begin(now)
         return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept), plan.put_off)
 
+    def begin_run(self, positions: Callable[[Sequence], int]) -> list[Sequence] | None:
+        """Reserve KV for steps in a row of all running sequences, and mark them as in a step.
+
+        Args:
+            positions: KV positions that a sequence should have.
+
+        Returns:
+            Those sequences, the most urgent first; None if blocks are short, or one has nothing to emit.
+        """
+        reserved: list[int] = []
+        try:
+            for sequence in self._running:
+                self._blocks.reserve(sequence.seq_id, positions(sequence), whole_blocks=True)
+                reserved.append(sequence.seq_id)
+        except OutOfBlocksError:
+            for seq_id in reserved:
+                self._blocks.rollback(seq_id)
+            return None
+        now = self._clock()
+        self._in_step = frozenset(self._running)
+        for sequence in self._running:
+            sequence.wait.end(now)
+        return self._ranking.in_order(self._running, now)
+
+    def settle_run(
+        self, sequence: Sequence, token_ids: tuple[int, ...], stats: SpeculationStats, finish: FinishReason | None
+    ) -> bool:
+        """Take what a run did to a sequence, as `settle` does. False if it goes on no more."""
+        self._in_step -= {sequence}
+        if sequence.cancelled:
+            self._remove(sequence)
+        elif token_ids:
+            offset = sequence.output_len
+            sequence.tokens.extend(token_ids)
+            sequence.stats.add(stats)
+            self._leave(sequence, offset, VerifyOutcome((), token_ids, finish))
+        return sequence in self._running
+
     def settle(self, planned: PlannedSequence, outcome: VerifyOutcome | None) -> None:
         """Take a planned sequence's result: append its tokens, emit them, end it if it ended."""
         sequence = planned.sequence
@@ -211,7 +250,11 @@ class Scheduler:
         sequence.tokens.extend(outcome.token_ids)
         drafted = len(planned.tree) - 1 if planned.tree is not None else 0
         sequence.stats.record(drafted, len(outcome.accepted_nodes))
-        self._calibrator.learn(planned, outcome)
+        self.calibrator.learn(planned, outcome)
+        self._leave(sequence, offset, outcome)
+
+    def _leave(self, sequence: Sequence, offset: int, outcome: VerifyOutcome) -> None:
+        """Emit tokens that were committed."""
         self._keep_time(sequence, len(outcome.token_ids))
         emission = Emission(
             offset,

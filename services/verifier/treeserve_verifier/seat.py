@@ -29,6 +29,7 @@ class Seat:
         tree: what is left of its newest tree under the present root.
         tree_base: committed length for which that was drawn.
         offered: whether a step could use it.
+        ran: whether the latest step was one of a run, which drafted by itself: no tree is at hand or asked for.
     """
 
     sequence: Sequence
@@ -46,6 +47,7 @@ class Seat:
     tree: TokenTree | None = None
     tree_base: int = 0
     offered: bool = False
+    ran: bool = False
 
     @property
     def waits(self) -> bool:
@@ -72,6 +74,10 @@ class Seat:
         """A tree came that was drawn for `base` committed tokens; `tree` is what is left of it."""
         if base >= self.tree_base:  # else reordered: a newer tree is here already
             self.tree, self.tree_base, self.offered = _unless_empty(tree), base, False
+
+    def forget_tree(self) -> None:
+        """What is left of its tree is of no use any more."""
+        self.tree, self.tree_base, self.offered = None, self.told_len, False
 
     def offer(self) -> TokenTree | None:
         """The tree for a step, its sources as the verifier numbers them; None without one."""

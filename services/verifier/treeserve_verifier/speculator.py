@@ -151,6 +151,12 @@ class Speculator:
         self.latency_s += weight * (latency_s - self.latency_s)
         return latency_s
 
+    def drafted(self, tree_s: float) -> None:
+        """It drafted here without being asked, and took that long for a tree."""
+        if self.tree_s == 0.0:
+            self.tree_s = tree_s
+        self._learn_costs(tree_s, 0.0)
+
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether it has owed a tree for longer than anybody would wait for one."""
         return bool(self.asked) and now - self.silent_since > patience_s

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from treeserve_verifier.cost_model import CostModel
 from treeserve_verifier.executor import StepResult
-from treeserve_verifier.promise import TPOT_SHARE
+from treeserve_verifier.promise import TPOT_SHARE, Promise
 
 # The more of a verifier's time is taken, the longer newcomers wait.
 _PROMISED_SHARE = 0.8
@@ -42,16 +42,26 @@ class WorkMeter:
         Args:
             capacity: sequences that can run at once.
         """
-        token_ms: dict[float | None, float] = {}
+        tokens: list[tuple[Promise, int]] = []
         for result in results:
             planned, promise = result.planned, result.planned.sequence.promise
-            ms = self._cost.prefill_ms(planned.prefill_rows, planned.context) if planned.prefill_rows else 0.0
+            if planned.prefill_rows:
+                self._add(promise, self._cost.prefill_ms(planned.prefill_rows, planned.context))
             if result.outcome is not None:
-                if promise.tpot_ms not in token_ms:
-                    token_ms[promise.tpot_ms] = self._token_ms(promise.tpot_ms, capacity)
-                ms += token_ms[promise.tpot_ms] * len(result.outcome.token_ids)
-            has_target = promise.ttft_ms is not None or promise.tpot_ms is not None
-            self.work_s += ms / 1e3 / (_PROMISED_SHARE if has_target else 1.0)
+                tokens.append((promise, len(result.outcome.token_ids)))
+        self.emitted(tokens, capacity)
+
+    def emitted(self, tokens: Iterable[tuple[Promise, int]], capacity: int) -> None:
+        """So many tokens were emitted for the sequences with these promises. `capacity` as for `did`."""
+        token_ms: dict[float | None, float] = {}
+        for promise, count in tokens:
+            if promise.tpot_ms not in token_ms:
+                token_ms[promise.tpot_ms] = self._token_ms(promise.tpot_ms, capacity)
+            self._add(promise, token_ms[promise.tpot_ms] * count)
+
+    def _add(self, promise: Promise, ms: float) -> None:
+        has_target = promise.ttft_ms is not None or promise.tpot_ms is not None
+        self.work_s += ms / 1e3 / (_PROMISED_SHARE if has_target else 1.0)
 
     def drafted(self, seconds: float) -> None:
         """A speculator spent this time on trees."""

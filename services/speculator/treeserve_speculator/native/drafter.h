@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -26,6 +27,8 @@ struct TsDrafter {
     TsDraftTree draft(int64_t handle, int32_t budget, double node_price);
     void learn();
     const std::vector<TsSourceCounts>& counts() const { return counts_; }
+
+    std::mutex busy;  // held by whoever calls any of these
 
   private:
     // What was drafted for one root.

@@ -27,6 +27,12 @@ TsDraftStatus guarded(Function function) {
     }
 }
 
+template <class Function>
+TsDraftStatus guarded(TsDrafter* drafter, Function function) {
+    const std::lock_guard lock(drafter->busy);
+    return guarded(function);
+}
+
 }  // namespace
 
 int32_t ts_drafting_abi_version() { return TS_DRAFTING_ABI_VERSION; }
@@ -40,32 +46,33 @@ TsDraftStatus ts_drafter_create(const TsDraftingConfig* config, TsDrafter** draf
 void ts_drafter_destroy(TsDrafter* drafter) { delete drafter; }
 
 TsDraftStatus ts_drafter_assign(TsDrafter* drafter, int64_t handle, const TsDraftSequence* sequence) {
-    return guarded([&] { drafter->assign(handle, *sequence); });
+    return guarded(drafter, [&] { drafter->assign(handle, *sequence); });
 }
 
 TsDraftStatus ts_drafter_commit(TsDrafter* drafter, int64_t handle, int32_t base_len,
                                           const int32_t* token_ids, int32_t count) {
-    return guarded([&] { drafter->commit(handle, base_len, token_ids, count); });
+    return guarded(drafter, [&] { drafter->commit(handle, base_len, token_ids, count); });
 }
 
 TsDraftStatus ts_drafter_release(TsDrafter* drafter, int64_t handle) {
-    return guarded([&] { drafter->release(handle); });
+    return guarded(drafter, [&] { drafter->release(handle); });
 }
 
 TsDraftStatus ts_drafter_remember(TsDrafter* drafter, int64_t handle, int32_t position, const int32_t* top,
                                   int32_t rows, int32_t width) {
-    return guarded([&] { drafter->remember(handle, position, top, rows, width); });
+    return guarded(drafter, [&] { drafter->remember(handle, position, top, rows, width); });
 }
 
 TsDraftStatus ts_drafter_draft(TsDrafter* drafter, int64_t handle, int32_t budget, double node_price,
                                TsDraftTree* tree) {
-    return guarded([&] { *tree = drafter->draft(handle, budget, node_price); });
+    return guarded(drafter, [&] { *tree = drafter->draft(handle, budget, node_price); });
 }
 
 TsDraftStatus ts_drafter_learn(TsDrafter* drafter) {
-    return guarded([&] { drafter->learn(); });
+    return guarded(drafter, [&] { drafter->learn(); });
 }
 
-void ts_drafter_counts(const TsDrafter* drafter, TsSourceCounts* counts) {
+void ts_drafter_counts(TsDrafter* drafter, TsSourceCounts* counts) {
+    const std::lock_guard lock(drafter->busy);
     for (const TsSourceCounts& count : drafter->counts()) *counts++ = count;
 }

@@ -1,11 +1,14 @@
 // The C interface of native drafting: what native_drafter.py calls.
 //
 // A function that can fail returns a TsDraftStatus; ts_drafting_last_error() then says why, for the calling thread. After
-// an invalid argument nothing has changed; after TS_DRAFT_INTERNAL (memory ran out) a drafter may only be destroyed. Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter
-// is not thread-safe.
+// an invalid argument nothing has changed; after TS_DRAFT_INTERNAL (memory ran out) a drafter may only be destroyed.
+// Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter serves one call at a
+// time: a second one waits.
 #pragma once
 
 #include <stdint.h>
+
+#include "drafter_calls.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -51,16 +54,6 @@ typedef struct TsDraftSequence {
     const char* tenant;  // empty: what the sequence leaves behind is nobody's
 } TsDraftSequence;
 
-// A tree, valid until the next call for its sequence.
-typedef struct TsDraftTree {
-    const int32_t* token_ids;  // [num_nodes], the root first
-    const int32_t* parents;    // [num_nodes]
-    const double* log_probs;   // [num_nodes]
-    const uint32_t* masks;     // [num_nodes], bit k for the k-th source
-    int32_t num_nodes;
-    int32_t base_len;  // committed tokens, the root the last of them
-} TsDraftTree;
-
 // What a source did since the drafter was made.
 typedef struct TsSourceCounts {
     double seconds;
@@ -93,7 +86,7 @@ TS_EXPORT TsDraftStatus ts_drafter_draft(TsDrafter* drafter, int64_t handle, int
 // Learns from what was committed since the last time.
 TS_EXPORT TsDraftStatus ts_drafter_learn(TsDrafter* drafter);
 
-TS_EXPORT void ts_drafter_counts(const TsDrafter* drafter, TsSourceCounts* counts);  // [num_sources]
+TS_EXPORT void ts_drafter_counts(TsDrafter* drafter, TsSourceCounts* counts);  // [num_sources]
 
 #ifdef __cplusplus
 }

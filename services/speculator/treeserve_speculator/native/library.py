@@ -7,6 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
+from treeserve_kernels.cpu.structures import DrafterCalls
 from treeserve_kernels.shared_object import Signatures, load_shared_object
 from treeserve_speculator.native.build import LIBRARY_NAME
 
@@ -99,6 +100,13 @@ def load() -> ctypes.CDLL:
         _signatures(),
         build_module="treeserve_speculator.native.build",
     )
+
+
+def calls_of(drafter: ctypes.c_void_p) -> DrafterCalls:
+    """How native code calls a drafter; valid as long as that is."""
+    names = ("commit", "remember", "learn", "draft")
+    addresses = [ctypes.cast(getattr(load(), f"ts_drafter_{name}"), _pointer).value for name in names]
+    return DrafterCalls(drafter, *addresses)
 
 
 def check(status: int) -> None:

@@ -1,0 +1,84 @@
+// Steps in a row without anybody who plans them: for models whose passes are short beside an interpreter's work.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "api.h"
+#include "decoder.h"
+#include "kv_cache.h"
+#include "node_choice.h"
+
+namespace treeserve {
+
+// One run, from its first step to its last. What is emitted is what the same steps would emit if the verifier planned
+// each of them: tests compare the two.
+class DecodeRun {
+public:
+    // Throws std::invalid_argument for what api.h does not allow.
+    DecodeRun(TsDecoder& decoder, TsKvCache& kv, TsRun& run);
+
+    // Throws what a forward pass throws. What was emitted before counts.
+    void go();
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    // A sequence's tree in the present step.
+    struct Tree {
+        TsDraftTree drafted;                // nothing but a root where nothing was drafted
+        std::vector<int32_t> depths;        // of the drafted nodes
+        std::vector<double> paths;          // their log-probabilities, each with all above it
+        std::vector<int32_t> ranked;        // drafted nodes that may be verified, the best first
+        std::vector<double> accepted;       // of the ranked ones: what is expected
+        std::vector<int32_t> ranked_depths;
+        std::vector<int32_t> nodes;         // drafted nodes of the rows, ascending, the root first
+        std::vector<int32_t> parents;       // rows' parents, as rows of the sequence
+        int64_t first_row;
+        int32_t walked;                     // rows whose KV stays, the last ones of `emitted` tokens
+        std::vector<int32_t> walk;          // these rows
+        std::vector<int32_t> top;           // [walked, top_tokens]
+    };
+
+    TsRunSequence& sequence(size_t s) const { return run_.sequences[s]; }
+    size_t size() const { return trees_.size(); }
+    bool may_go_on() const;
+    bool has_room() const;
+    int64_t kv_room(size_t s) const;
+    int64_t slot(const TsRunSequence& each, int64_t position) const;
+    bool draft();
+    bool draft_tree(size_t s);
+    void rank(size_t s);
+    void choose_nodes();
+    void lay_out();
+    void fill_rows(size_t s);
+    void forward(TsRunStep& step);
+    void accept(size_t s, TsRunRecord& record);
+    // The token after a row; negative if a look at the logits does not tell.
+    int64_t choose_token(const TsRunSequence& sequence, int64_t row, int64_t position, int32_t* top);
+    void learn_acceptance(size_t s, const TsRunRecord& record, double expected);
+    bool tell_drafter(size_t s, const TsRunRecord& record);
+    void keep(size_t s);
+    bool step();
+
+    TsDecoder& decoder_;
+    TsKvCache& kv_;
+    TsRun& run_;
+    Clock::time_point began_ = Clock::now();
+    int64_t num_outputs_;
+    std::vector<Tree> trees_;
+    std::vector<TsOffer> offers_;
+    NodeChoice choice_;
+
+    // The batch.
+    std::vector<int64_t> input_ids_, positions_, slots_, logits_indices_;
+    std::vector<int32_t> block_tables_, contexts_, query_offsets_, node_offsets_;
+    std::vector<uint64_t> words_;
+    int64_t blocks_per_sequence_ = 0, words_per_row_ = 0;
+    Scratch<float>& logits_;
+
+    std::vector<int64_t> moved_from_, moved_to_, rivals_;
+};
+
+}  // namespace treeserve

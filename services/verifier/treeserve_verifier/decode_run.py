@@ -1,0 +1,195 @@
+"""Steps in a row that nobody plans: what a run may do is settled before it, and what it did is learned after it.
+
+Where a step takes a few milliseconds, planning it, drafting for it and settling it in Python takes a good part of that.
+A model that can (`RunModel`) decodes on by itself instead, with the drafter of this process, as long as nothing happens
+that the event loop should look at. The tokens are the same, and so is what a step costs, drafts and verifies: the
+native code follows `planner`, `selection` and `calibration`, and tests compare the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from treeserve_core.outcome import FinishReason, SpeculationStats
+from treeserve_engine.accept import is_replayed
+from treeserve_kernels.cpu.decode_run import Ran, RanSequence, RunSequence, RunTerms
+from treeserve_kernels.cpu.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
+from treeserve_kernels.cpu.structures import DrafterCalls
+from treeserve_verifier.colocated import ColocatedOutbox
+from treeserve_verifier.drafting import DraftDesk
+from treeserve_verifier.planner import StepPlanner
+from treeserve_verifier.promise import TPOT_SHARE
+from treeserve_verifier.scheduler import Scheduler
+from treeserve_verifier.seat import Seat
+from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.top_tokens import TOP_TOKENS
+
+_MOST_STEPS = 64
+_POSITIONS = 4  # of KV that a step takes at most, usually
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run to come. KV is reserved for it.
+
+    Attributes:
+        sequences: all that run, the most urgent first.
+        seats: of those that are drafted for.
+        of_each, terms: for the model.
+    """
+
+    sequences: tuple[Sequence, ...]
+    seats: dict[Sequence, Seat]
+    of_each: tuple[RunSequence, ...]
+    terms: RunTerms
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run and what it did to each sequence, in the order of its plan; why each ended, if it did."""
+
+    plan: RunPlan
+    ran: Ran
+    finish_reasons: tuple[FinishReason | None, ...]
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether the next step must be planned: this run failed, or left a token undecided."""
+        return self.ran.error is not None or any(each.is_undecided for each in self.ran.sequences)
+
+
+class RunEngine(Protocol):
+    """What runs them: the step executor."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether its model decodes steps in a row by itself."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that exist."""
+
+
+class RunPlanner:
+    """Plans runs. On the event loop only.
+
+    Args:
+        engine: what will run them.
+        clock: seconds, monotonic.
+        run_s: a run takes no longer; 0 for no runs.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        desk: DraftDesk,
+        planner: StepPlanner,
+        engine: RunEngine,
+        colocated: ColocatedOutbox | None,
+        clock: Callable[[], float],
+        run_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._desk = desk
+        self._planner = planner
+        self._can_run = engine.can_run and run_s > 0.0
+        self._vocab_size = engine.vocab_size
+        self._colocated = colocated
+        self._clock = clock
+        self._run_s = run_s
+
+    def may_run(self) -> bool:
+        """Whether all sequences decode, and nobody but a drafter of this process drafts for them."""
+        running = self._scheduler.running
+        if not self._can_run or not 0 < len(running) <= self._planner.step_rows:
+            return False
+        return all(map(self._may_run, running)) and not self._desk.expects_trees(running)
+
+    def plan(self, stop: ctypes.c_int32) -> RunPlan | None:
+        """A run of all sequences that run, if there is room for its KV. Only where `may_run`.
+
+        Args:
+            stop: no further step of the run begins once it is not 0.
+        """
+        running = self._scheduler.running
+        seats = self._desk.before_run(running)
+        calls: DrafterCalls | None = None
+        if seats:
+            assert self._colocated is not None  # whose seats these are
+            calls = self._colocated.begin_run([seat.handle for seat in seats.values()])
+            if calls is None:
+                return None
+        sequences = self._scheduler.begin_run(self._positions)
+        if sequences is None:
+            return None
+        wants_top = self._colocated is not None and self._colocated.wants_top_tokens
+        terms = RunTerms(
+            vocab_size=self._vocab_size,
+            step_rows=self._planner.step_rows,
+            cost_table=self._planner.cost_table,
+            node_price=self._planner.prices(len(running)).node,
+            drafter=calls,
+            top_tokens=TOP_TOKENS if wants_top else 0,
+            max_steps=_MOST_STEPS,
+            max_s=self._run_s,
+            prior=self._scheduler.calibrator.prior,
+            stop=stop,
+        )
+        now = self._clock()
+        of_each = tuple([self._described(sequence, seats.get(sequence), now) for sequence in sequences])
+        return RunPlan(tuple(sequences), seats, of_each, terms)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether it decodes, and needs nothing for a token but logits and noise."""
+        sampler, limits = sequence.sampler, sequence.submission.limits
+        temperature = sequence.submission.sampling.temperature
+        return (
+            sequence.promise.first_at is not None
+            and self._scheduler.uncomputed(sequence) == 1
+            and sequence.stop_watch is None
+            and sampler.is_plain
+            and is_replayed(sampler, limits.acceptance)
+            and (sampler.is_greedy or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE)
+        )
+
+    def _positions(self, sequence: Sequence) -> int:
+        """KV positions to reserve: the run ends where they do."""
+        step_s = len(self._scheduler.running) * self._planner.prices(len(self._scheduler.running)).token_s
+        steps = min(_MOST_STEPS, 1 + math.ceil(self._run_s / step_s))
+        nodes = self._planner.most_nodes(sequence, len(self._scheduler.running))
+        return min(sequence.max_len - len(sequence.tokens), _POSITIONS * steps + nodes)
+
+    def _described(self, sequence: Sequence, seat: Seat | None, now: float) -> RunSequence:
+        sampling, promise = sequence.submission.sampling, sequence.promise
+        due_at, tpot_ms = promise.due_at, promise.tpot_ms
+        tokens_left = sequence.max_len - len(sequence.tokens)
+        return RunSequence(
+            len(sequence.tokens),
+            sequence.tokens[-1],
+            tokens_left,
+            sequence.sampler.end_ids,
+            0.0 if sequence.sampler.is_greedy else sampling.temperature,
+            sampling.seed,
+            None if seat is None else seat.handle,
+            0 if seat is None else self._planner.most_nodes(sequence, len(self._scheduler.running)),
+            math.inf if due_at is None else 1e3 * (due_at - now),
+            math.inf if tpot_ms is None else tpot_ms * TPOT_SHARE,
+            promise.reserve_ms(tokens_left),
+            sequence.calibration,
+            sequence.verified,
+        )
+
+
+def stats_of(ran: RanSequence) -> SpeculationStats:
+    """What a run counts for a sequence."""
+    accepted = [record.accepted for record in ran.records]
+    return SpeculationStats(
+        len(ran.records),
+        sum(record.verified for record in ran.records),
+        sum(accepted),
+        [sum(each > depth for each in accepted) for depth in range(max(accepted, default=0))],
+    )
