@@ -21,11 +21,15 @@ class SimulatedExecutor:
         texts: by request id, what each sequence will say.
 
     Attributes:
+        can_run: no steps in a row: drafts come from a speculator, which runs do not ask.
+        vocab_size: of no meaning here.
         feature_shape: it exports no features.
         busy_s: time that steps took in all.
         steps, rows: forward passes so far, and their rows.
     """
 
+    can_run = False
+    vocab_size = 0
     feature_shape = None
 
     def __init__(self, machine: MachineModel, blocks: BlockManager, texts: Mapping[str, Text]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from support.int8_twin import Floats, PlainLayer, PlainLinear, PlainModel
 from treeserve_core.features import FeatureShape
+from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import Decoder, DecoderShape, DecoderWeights, HiddenStates, KvCache, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, pack_linear
 
@@ -158,6 +159,15 @@ class NativeModel:
 
     def forward(self, batch: Any, kv: KvCache) -> Floats:
         return self.decoder.forward(kv, **batch_arguments(batch))
+
+    def decode(
+        self,
+        kv: KvCache,
+        block_tables: Sequence[Sequence[int]],
+        sequences: Sequence[RunSequence],
+        terms: RunTerms,
+    ) -> Ran:
+        return self.decoder.run(kv, block_tables, sequences, terms)
 
     @property
     def feature_shape(self) -> FeatureShape:

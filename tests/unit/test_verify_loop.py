@@ -29,6 +29,7 @@ class EngineOfOneToken:
     def __init__(self, blocks: BlockManager, reason: FinishReason | None) -> None:
         self._blocks = blocks
         self._reason = reason
+        self.can_run, self.vocab_size = False, 100
         self.then = NO_PLAIN_RUN
         self.took_s = 0.0
         self.spend: Callable[[float], None] = lambda seconds: None

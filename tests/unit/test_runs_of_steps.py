@@ -1,0 +1,301 @@
+"""Runs of steps: the tokens, counts and KV of planned steps, and every reason not to run or to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.run_rig import VOCAB, Generation, RunRig, native_drafter
+
+from treeserve_core.acceptance import Acceptance, AcceptanceRule
+from treeserve_core.outcome import FinishReason
+from treeserve_core.sampling import SequenceLimits
+from treeserve_kernels.cpu import library as kernels
+from treeserve_kernels.cpu.decode_run import Ran
+from treeserve_speculator.native import library as drafting
+from treeserve_verifier.decode_run import stats_of
+
+pytestmark = pytest.mark.skipif(not (kernels.is_built() and drafting.is_built()), reason="not built")
+
+RUN_S = 0.02
+PROMPT = [5, 9, 5, 9, 7, 5, 9, 5]
+
+
+_RUN = 10  # kinds of requests that runs take
+
+
+def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Of every kind that a run takes, and some that it does not."""
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 1e-3, "seed": 1},
+        {"stopping": {"stop_token_ids": (11, 37)}},
+        {"stopping": {"min_tokens": 5}},
+        {"stopping": {"ignore_eos": True}},
+        {"limits": SequenceLimits(max_nodes=2)},
+        {"limits": SequenceLimits(max_nodes=0)},
+        {"limits": SequenceLimits(tpot_ms=3.0, ttft_ms=50.0)},
+        {"generated": (4, 8, 15)},
+        {"temperature": 0.8, "seed": 3, "top_p": 0.8},
+        {"repetition_penalty": 1.3},
+        {"top_log_probs": 2},
+        {"logit_bias": {5: 2.0}},
+        {"limits": SequenceLimits(acceptance=Acceptance(AcceptanceRule.MULTI_STEP))},
+    ]
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(2, 30))]
+        among = kinds if i >= count // 2 else kinds[:_RUN]  # one that is planned has all beside it planned
+        made.append({"prompt": prompt, "max_tokens": rng.choice((5, 20, 60)), **among[i % len(among)]})
+    return made
+
+
+async def generate(rig: RunRig, asked: list[dict[str, Any]], at_once: int) -> list[Generation]:
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(request: dict[str, Any]) -> Generation:
+        async with slots:
+            _, generation = rig.submit(**request)
+            await asyncio.wait_for(generation.ended.wait(), 20)
+            return generation
+
+    return await asyncio.gather(*map(one, asked))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 8])
+@pytest.mark.parametrize("drafts", [True, False])
+async def test_tokens_are_those_of_planned_steps(at_once: int, drafts: bool) -> None:
+    asked = requests(40, seed=at_once)
+    async with RunRig(0.0, native_drafter() if drafts else None) as planned:
+        expected = await generate(planned, asked, at_once)
+        assert not planned.executor.runs
+    async with RunRig(RUN_S, native_drafter() if drafts else None) as rig:
+        found = await generate(rig, asked, at_once)
+        assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+        assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
+        assert [g.log_probs for g in found] == [g.log_probs for g in expected]
+        steps = sum(len(run.ran.steps) for run in rig.executor.runs)
+        assert steps > 30, "many of them were taken in runs"
+        if drafts:
+            records = [r for run in rig.executor.runs for each in run.ran.sequences for r in each.records]
+            assert sum(r.accepted for r in records) > 20, "and drafts came true there"
+        assert rig.blocks.free_blocks == rig.blocks.total_blocks
+        rig.blocks.check_integrity()
+        assert all(run.ran.error is None for run in rig.executor.runs)
+
+
+async def test_a_run_of_one_sequence_ends_with_it_and_is_counted_once() -> None:
+    async with RunRig(10.0, native_drafter()) as rig:
+        _, generation = rig.submit(PROMPT, 50, stopping={"ignore_eos": True})
+        await generation.ended.wait()
+        assert len(generation.token_ids) == 50 and generation.finish_reason is FinishReason.LENGTH
+        stats, runs = generation.stats, rig.executor.runs
+        assert stats is not None and runs and len(runs) <= 3, "all but the first few tokens in one run, or two"
+        assert stats.steps + stats.accepted == 50, "each step emits what it accepts and one token"
+        in_runs = [stats_of(each) for run in runs for each in run.ran.sequences]
+        assert stats.accepted >= sum(s.accepted for s in in_runs) > 10
+        assert stats.accepted_per_depth == sorted(stats.accepted_per_depth, reverse=True)
+        assert sum(stats.accepted_per_depth) == stats.accepted
+        assert rig.count("treeserve_verifier_emitted_tokens_total") == 50
+        assert rig.count("spec_decode_num_accepted_tokens_total") == stats.accepted
+        assert rig.count("spec_decode_num_draft_tokens_total") == stats.drafted
+        per_source = [
+            rig.count("treeserve_verifier_accepted_tokens_per_source_total", source=s)
+            for s in ("ngram", "suffix", "recycling")
+        ]
+        assert max(per_source) > 0 and sum(per_source) >= stats.accepted
+        positions = [
+            rig.count("spec_decode_num_accepted_tokens_per_pos_total", position=str(depth))
+            for depth in range(len(stats.accepted_per_depth))
+        ]
+        assert positions == stats.accepted_per_depth
+        assert rig.loop.load().step_ms > 0.0 and rig.loop.load().work_s > 0.0
+
+
+async def test_the_next_turn_finds_what_a_run_computed() -> None:
+    async with RunRig(10.0, native_drafter()) as rig:
+        first, generation = rig.submit(PROMPT, 60, stopping={"ignore_eos": True})
+        await generation.ended.wait()
+        history = [*first.tokens, 3, 1, 4]
+        # KV shared under another name would be wrong KV: the answer must be that of a fresh verifier.
+        assert rig.blocks.cached_blocks > len(history) // rig.config.block_size - 3
+        second, again = rig.submit(history, 30)
+        await again.ended.wait()
+        assert second.cached_tokens is not None and second.cached_tokens > len(first.tokens) - rig.config.block_size - 2
+    async with RunRig(0.0) as fresh:
+        _, expected = fresh.submit(history, 30)
+        await expected.ended.wait()
+    assert again.token_ids == expected.token_ids
+
+
+async def test_a_newcomer_ends_a_run() -> None:
+    async with RunRig(30.0, native_drafter()) as rig:
+        _, long = rig.submit(PROMPT, 450, temperature=1.0, stopping={"ignore_eos": True})
+        await until(lambda: bool(long.token_ids))
+        _, short = rig.submit([3, 4, 5], 2)
+        await asyncio.wait_for(short.ended.wait(), 5)
+        assert not long.ended.is_set(), "it did not have to wait for the long one's end"
+
+
+async def test_a_cancelled_sequence_leaves_a_run_soon() -> None:
+    async with RunRig(30.0, native_drafter()) as rig:
+        sequence, generation = rig.submit(PROMPT, 450, temperature=1.0, stopping={"ignore_eos": True})
+        await until(lambda: bool(generation.token_ids))
+        rig.loop.cancel(sequence)
+        await until(lambda: sequence in rig.ended)
+        assert len(sequence.tokens) < 400
+        assert rig.blocks.free_blocks == rig.blocks.total_blocks
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"top_log_probs": 0},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {3: 1.0}},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"temperature": 0.7, "limits": SequenceLimits(acceptance=Acceptance(AcceptanceRule.MULTI_STEP))},
+        {"temperature": 0.7, "limits": SequenceLimits(acceptance=Acceptance(AcceptanceRule.TYPICAL))},
+        {"stopping": {"min_tokens": 30, "stop_token_ids": (3,)}},
+    ],
+    ids=str,
+)
+async def test_what_takes_more_than_logits_and_noise_is_planned(request_: dict[str, Any]) -> None:
+    async with RunRig(RUN_S, native_drafter()) as rig:
+        _, generation = rig.submit(PROMPT, 30, **request_)
+        await generation.ended.wait()
+        assert not rig.executor.runs
+
+
+async def test_runs_begin_once_an_end_may_come() -> None:
+    """Before `min_tokens` the end ids may not be chosen, which the sampler alone knows."""
+    async with RunRig(RUN_S, native_drafter()) as rig:
+        _, generation = rig.submit(PROMPT, 60, stopping={"min_tokens": 20, "stop_token_ids": (3,)})
+        await generation.ended.wait()
+        assert rig.executor.runs[0].plan.of_each[0].num_tokens >= len(PROMPT) + 20
+
+
+async def test_short_blocks_leave_it_to_planned_steps() -> None:
+    """Two sequences fill the cache; one is preempted, and both end as they should."""
+    asked: list[dict[str, Any]] = [
+        {"prompt": [i, 1, 2], "max_tokens": 45, "temperature": 1.0, "seed": i, "stopping": {"ignore_eos": True}}
+        for i in range(3)
+    ]
+    async with RunRig(0.0) as planned:
+        expected = await generate(planned, asked, 3)
+    async with RunRig(RUN_S, native_drafter(), kv_tokens=100, max_context_tokens=64) as rig:
+        found = await generate(rig, asked, 3)
+        assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+        assert rig.scheduler.preemptions > 0 and rig.executor.runs
+        rig.blocks.check_integrity()
+
+
+class FailingDrafter:
+    """Passes everything on to a native drafter, and gives runs a call that fails after some trees."""
+
+    def __init__(self, trees: int) -> None:
+        self._inner = native_drafter()
+        self._left = trees
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
+        )
+        inner = drafting.load().ts_drafter_draft
+
+        def draft(drafter: int, handle: int, budget: int, node: float, tree: int) -> int:
+            self._left -= 1
+            if self._left < 0:
+                return 1
+            return int(inner(drafter, handle, budget, node, drafting.DraftedTree.from_address(tree)))
+
+        self._draft = kind(draft)
+
+    def begin_run(self, handles: list[int]) -> Any:
+        calls = self._inner.begin_run(handles)
+        calls.draft = ctypes.cast(self._draft, ctypes.c_void_p).value
+        return calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("trees", [0, 1, 7])
+async def test_a_drafter_that_fails_within_a_run_costs_nothing_but_speed(trees: int) -> None:
+    async with RunRig(0.0) as planned:
+        _, expected = planned.submit(PROMPT, 60)
+        await expected.ended.wait()
+    async with RunRig(RUN_S, FailingDrafter(trees)) as rig:
+        _, generation = rig.submit(PROMPT, 60)
+        await asyncio.wait_for(generation.ended.wait(), 10)
+        assert generation.token_ids == expected.token_ids
+        assert any(run.ran.drafter_failed for run in rig.executor.runs)
+        _, second = rig.submit(PROMPT, 60)
+        await asyncio.wait_for(second.ended.wait(), 10)
+        assert second.token_ids == expected.token_ids
+        assert not rig.executor.runs[-1].plan.seats, "it is asked no more"
+
+
+async def test_a_run_that_fails_leaves_everything_to_planned_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RunRig(RUN_S, native_drafter()) as rig:
+
+        def fail(*_: object) -> None:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(rig.runner.model, "decode", fail)
+        _, generation = rig.submit(PROMPT, 40, stopping={"ignore_eos": True})
+        await asyncio.wait_for(generation.ended.wait(), 10)
+        assert len(generation.token_ids) == 40 and generation.error is None
+        assert rig.blocks.free_blocks == rig.blocks.total_blocks
+        assert all(isinstance(run.ran.error, MemoryError) for run in rig.executor.runs)
+
+
+async def test_tokens_that_logits_do_not_decide_are_left_to_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temperature at which nearly all tokens are within the margin of the best: noise of the same seed decides."""
+    async with RunRig(0.0) as planned:
+        _, expected = planned.submit(PROMPT, 40, temperature=2.0, seed=5)
+        await expected.ended.wait()
+    async with RunRig(0.0005, native_drafter()) as rig:
+        decode = type(rig.runner.model).decode
+        calls = iter(range(10**6))
+
+        def undecided(model: Any, *arguments: Any) -> Any:
+            """Every third run comes to nothing, as if its first token were a tie."""
+            if next(calls) % 3:
+                return decode(model, *arguments)
+            ran = Ran.nothing(arguments[2], arguments[3], ValueError("tie"))
+            return replace(ran, error=None, sequences=tuple(replace(s, is_undecided=True) for s in ran.sequences))
+
+        monkeypatch.setattr(type(rig.runner.model), "decode", undecided)
+        _, generation = rig.submit(PROMPT, 40, temperature=2.0, seed=5)
+        await asyncio.wait_for(generation.ended.wait(), 10)
+        assert generation.token_ids == expected.token_ids
+        assert sum(run.must_plan for run in rig.executor.runs) > 1
+
+
+async def test_what_trees_save_is_learned_in_runs() -> None:
+    """Noise of every seed is drafted for as little as it pays; a loop, as much."""
+    async with RunRig(RUN_S, native_drafter()) as rig:
+        _, loop = rig.submit(PROMPT, 300, stopping={"ignore_eos": True})
+        await asyncio.wait_for(loop.ended.wait(), 10)
+        learned = rig.colocated._speculator  # type: ignore[union-attr]
+        assert learned is not None and learned.tree_s > 0.0
+        records = [r for run in rig.executor.runs for each in run.ran.sequences for r in each.records]
+        assert np.mean([r.verified for r in records[len(records) // 2 :]]) >= 2.0
+        assert rig.scheduler.calibrator.prior != 1.0
