@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
-from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
+from treeserve_kernels.cpu.decode_run import Choose, Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import HiddenStates
 
 
@@ -96,12 +96,18 @@ class RunModel(Model, Protocol):
     """A model that can decode many steps in a row by itself."""
 
     def decode(
-        self, kv: Any, block_tables: Sequence[Sequence[int]], sequences: Sequence[RunSequence], terms: RunTerms
+        self,
+        kv: Any,
+        block_tables: Sequence[Sequence[int]],
+        sequences: Sequence[RunSequence],
+        terms: RunTerms,
+        choose: Choose,
     ) -> Ran:
         """Run steps (`treeserve_kernels.cpu.decode_run`), whose tokens are those of `forward` and `accept`.
 
         Args:
             block_tables: KV blocks of each sequence, those reserved included.
+            choose: chooses tokens where logits and noise do not do.
         """
 
 

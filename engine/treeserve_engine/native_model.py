@@ -10,7 +10,7 @@ import numpy.typing as npt
 from treeserve_core.features import FeatureShape
 from treeserve_engine.batch import ForwardBatch
 from treeserve_engine.config import ModelConfig
-from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
+from treeserve_kernels.cpu.decode_run import Choose, Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import (
     BatchArrays,
     Decoder,
@@ -63,9 +63,10 @@ class NativeModel:
         block_tables: Sequence[Sequence[int]],
         sequences: Sequence[RunSequence],
         terms: RunTerms,
+        choose: Choose,
     ) -> Ran:
         """See `RunModel.decode`."""
-        return self._decoder.run(kv, block_tables, sequences, terms)
+        return self._decoder.run(kv, block_tables, sequences, terms, choose)
 
     @property
     def feature_shape(self) -> FeatureShape:

@@ -17,7 +17,7 @@ from treeserve_engine.block_manager import BlockManager, KvMoves
 from treeserve_engine.interface import HiddenModel, Kv, Model, RunModel
 from treeserve_engine.kv_storage import TierBytes, TierStorage
 from treeserve_engine.kv_tiers import BlockCopy, KvTiers, Place
-from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
+from treeserve_kernels.cpu.decode_run import Choose, Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import HiddenStates
 
 Logits = TypeVar("Logits")
@@ -100,11 +100,18 @@ class ModelRunner:
         batch = self._begin(rows)
         return forward(batch, self._kv), batch.logits_offsets
 
-    def decode(self, seq_ids: Sequence[int], sequences: Sequence[RunSequence], terms: RunTerms) -> Ran:
+    def decode(
+        self,
+        seq_ids: Sequence[int],
+        sequences: Sequence[RunSequence],
+        terms: RunTerms,
+        choose: Choose,
+    ) -> Ran:
         """Decode steps in a row, of a `RunModel`. It ends the sequences' reservations, and commits what was emitted.
 
         Args:
             sequences: one for each of `seq_ids`.
+            choose: chooses tokens where logits and noise do not do.
 
         Raises:
             ValueError: if the model cannot, or the KV of a sequence was lost.
@@ -113,7 +120,8 @@ class ModelRunner:
             if not isinstance(self.model, RunModel) or any(map(self.blocks.is_lost, seq_ids)):
                 raise ValueError("no run: the model cannot, or KV was lost")
             self._update_kv()
-            ran = self.model.decode(self._kv, [*map(self.blocks.block_table, seq_ids)], sequences, terms)
+            tables = [self.blocks.block_table(seq_id) for seq_id in seq_ids]
+            ran = self.model.decode(self._kv, tables, sequences, terms, choose)
         except BaseException:
             for seq_id in seq_ids:
                 self.rollback(seq_id)

@@ -11,7 +11,7 @@ import numpy as np
 
 from support.int8_twin import Floats, PlainLayer, PlainLinear, PlainModel
 from treeserve_core.features import FeatureShape
-from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms
+from treeserve_kernels.cpu.decode_run import Choose, Ran, RunSequence, RunTerms
 from treeserve_kernels.cpu.decoder import Decoder, DecoderShape, DecoderWeights, HiddenStates, KvCache, LayerWeights
 from treeserve_kernels.cpu.packing import PackedLinear, pack_linear
 
@@ -166,8 +166,9 @@ class NativeModel:
         block_tables: Sequence[Sequence[int]],
         sequences: Sequence[RunSequence],
         terms: RunTerms,
+        choose: Choose,
     ) -> Ran:
-        return self.decoder.run(kv, block_tables, sequences, terms)
+        return self.decoder.run(kv, block_tables, sequences, terms, choose)
 
     @property
     def feature_shape(self) -> FeatureShape:

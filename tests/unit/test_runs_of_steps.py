@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.outcome import FinishReason
 from treeserve_core.sampling import SequenceLimits
 from treeserve_kernels.cpu import library as kernels
-from treeserve_kernels.cpu.decode_run import Ran
 from treeserve_speculator.native import library as drafting
 from treeserve_verifier.decode_run import stats_of
 
@@ -27,11 +25,8 @@ RUN_S = 0.02
 PROMPT = [5, 9, 5, 9, 7, 5, 9, 5]
 
 
-_RUN = 10  # kinds of requests that runs take
-
-
 def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Of every kind that a run takes, and some that it does not."""
+    """Of every kind that a run takes."""
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
         {},
@@ -45,6 +40,8 @@ def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
         {"limits": SequenceLimits(tpot_ms=3.0, ttft_ms=50.0)},
         {"generated": (4, 8, 15)},
         {"temperature": 0.8, "seed": 3, "top_p": 0.8},
+        {"temperature": 0.9, "seed": 4, "top_k": 9, "min_p": 0.01, "presence_penalty": 0.5},
+        {"temperature": 2.0**-200, "seed": 1},
         {"repetition_penalty": 1.3},
         {"top_log_probs": 2},
         {"logit_bias": {5: 2.0}},
@@ -53,8 +50,7 @@ def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
     made = []
     for i in range(count):
         prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(2, 30))]
-        among = kinds if i >= count // 2 else kinds[:_RUN]  # one that is planned has all beside it planned
-        made.append({"prompt": prompt, "max_tokens": rng.choice((5, 20, 60)), **among[i % len(among)]})
+        made.append({"prompt": prompt, "max_tokens": rng.choice((5, 20, 60)), **kinds[i % len(kinds)]})
     return made
 
 
@@ -163,34 +159,68 @@ async def test_a_cancelled_sequence_leaves_a_run_soon() -> None:
         assert rig.blocks.free_blocks == rig.blocks.total_blocks
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {"top_log_probs": 0},
-        {"repetition_penalty": 1.2},
-        {"logit_bias": {3: 1.0}},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 0.7, "min_p": 0.1},
-        {"temperature": 0.7, "limits": SequenceLimits(acceptance=Acceptance(AcceptanceRule.MULTI_STEP))},
-        {"temperature": 0.7, "limits": SequenceLimits(acceptance=Acceptance(AcceptanceRule.TYPICAL))},
-        {"stopping": {"min_tokens": 30, "stop_token_ids": (3,)}},
-    ],
-    ids=str,
-)
-async def test_what_takes_more_than_logits_and_noise_is_planned(request_: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rule", [AcceptanceRule.MULTI_STEP, AcceptanceRule.TYPICAL])
+async def test_what_is_no_replay_is_planned(rule: AcceptanceRule) -> None:
     async with RunRig(RUN_S, native_drafter()) as rig:
-        _, generation = rig.submit(PROMPT, 30, **request_)
+        _, generation = rig.submit(PROMPT, 30, temperature=0.7, limits=SequenceLimits(acceptance=Acceptance(rule)))
         await generation.ended.wait()
         assert not rig.executor.runs
 
 
-async def test_runs_begin_once_an_end_may_come() -> None:
-    """Before `min_tokens` the end ids may not be chosen, which the sampler alone knows."""
-    async with RunRig(RUN_S, native_drafter()) as rig:
+async def test_the_sampler_is_asked_only_where_logits_and_noise_do_not_do() -> None:
+    """Before `min_tokens` the end ids may not be chosen, which the sampler alone knows; later runs know enough."""
+    async with RunRig(0.0005, native_drafter()) as rig:
         _, generation = rig.submit(PROMPT, 60, stopping={"min_tokens": 20, "stop_token_ids": (3,)})
         await generation.ended.wait()
-        assert rig.executor.runs[0].plan.of_each[0].num_tokens >= len(PROMPT) + 20
+        described = [run.plan.of_each[0] for run in rig.executor.runs]
+        assert all(each.asks == (each.num_tokens < len(PROMPT) + 20) for each in described)
+        assert {each.asks for each in described} == {True, False}
+
+
+class StopsAt:
+    """In place of a `TextAssembler`: the stop string is complete with the n-th token."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self.stopped: str | None = None
+
+    def push(self, token_ids: list[int]) -> None:
+        self._left -= len(token_ids)
+        self.stopped = "stop" if self._left <= 0 else None
+
+
+@pytest.mark.parametrize("count", [2, 3, 17, 18, 19])
+async def test_a_stop_string_ends_a_sequence_in_the_middle_of_a_run(count: int) -> None:
+    async with RunRig(10.0, native_drafter()) as rig:
+        sequence, generation = rig.submit(PROMPT, 60)
+        sequence.stop_watch = StopsAt(count)  # type: ignore[assignment]
+        _, beside = rig.submit([*PROMPT, 8], 60, stopping={"ignore_eos": True})
+        await asyncio.wait_for(generation.ended.wait(), 5)
+        assert len(generation.token_ids) == count and generation.finish_reason is FinishReason.STOP
+        await asyncio.wait_for(beside.ended.wait(), 5)
+        assert len(beside.token_ids) == 60 and rig.executor.runs
+        assert rig.blocks.free_blocks == rig.blocks.total_blocks
+
+
+async def test_a_token_that_cannot_be_chosen_fails_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RunRig(10.0, native_drafter()) as rig:
+        sequence, generation = rig.submit(PROMPT, 60, top_log_probs=0)
+        _, beside = rig.submit([*PROMPT, 8], 60, stopping={"ignore_eos": True})
+        sampler, left = sequence.sampler, [20]
+
+        def next_token(logits: Any) -> int:
+            left[0] -= 1
+            if left[0] < 0:
+                raise FloatingPointError("not finite")
+            return type(sampler).next_token(sampler, logits)
+
+        monkeypatch.setattr(sampler, "next_token", next_token)
+        await asyncio.wait_for(generation.ended.wait(), 5)
+        assert isinstance(generation.error, FloatingPointError) and len(generation.token_ids) == 20
+        assert len(generation.log_probs) == 20
+        await asyncio.wait_for(beside.ended.wait(), 5)
+        assert len(beside.token_ids) == 60 and beside.error is None
+        assert rig.blocks.free_blocks == rig.blocks.total_blocks
 
 
 async def test_short_blocks_leave_it_to_planned_steps() -> None:
@@ -264,29 +294,6 @@ async def test_a_run_that_fails_leaves_everything_to_planned_steps(monkeypatch: 
         assert len(generation.token_ids) == 40 and generation.error is None
         assert rig.blocks.free_blocks == rig.blocks.total_blocks
         assert all(isinstance(run.ran.error, MemoryError) for run in rig.executor.runs)
-
-
-async def test_tokens_that_logits_do_not_decide_are_left_to_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temperature at which nearly all tokens are within the margin of the best: noise of the same seed decides."""
-    async with RunRig(0.0) as planned:
-        _, expected = planned.submit(PROMPT, 40, temperature=2.0, seed=5)
-        await expected.ended.wait()
-    async with RunRig(0.0005, native_drafter()) as rig:
-        decode = type(rig.runner.model).decode
-        calls = iter(range(10**6))
-
-        def undecided(model: Any, *arguments: Any) -> Any:
-            """Every third run comes to nothing, as if its first token were a tie."""
-            if next(calls) % 3:
-                return decode(model, *arguments)
-            ran = Ran.nothing(arguments[2], arguments[3], ValueError("tie"))
-            return replace(ran, error=None, sequences=tuple(replace(s, is_undecided=True) for s in ran.sequences))
-
-        monkeypatch.setattr(type(rig.runner.model), "decode", undecided)
-        _, generation = rig.submit(PROMPT, 40, temperature=2.0, seed=5)
-        await asyncio.wait_for(generation.ended.wait(), 10)
-        assert generation.token_ids == expected.token_ids
-        assert sum(run.must_plan for run in rig.executor.runs) > 1
 
 
 async def test_what_trees_save_is_learned_in_runs() -> None:

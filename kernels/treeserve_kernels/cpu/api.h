@@ -96,7 +96,14 @@ typedef struct TsOffer {
     int32_t tokens_left;
 } TsOffer;
 
-// A sequence of a run. It has nothing but its root to compute, and chooses its tokens by their logits and noise alone.
+// Chooses a token of a run where logits and noise do not do alone, or tie.
+//
+// sequence: its place in the run. token_ids: [count], what it emitted in the run so far. logits: of the token after these.
+// Returns the token, and sets has_ended if it ends the sequence; negative if there is none: the sequence has failed.
+typedef int32_t (*TsChooseToken)(int64_t sequence, const int32_t* token_ids, int32_t count, const float* logits,
+                                 int32_t* has_ended);
+
+// A sequence of a run, which has nothing but its root to compute.
 typedef struct TsRunSequence {
     const int32_t* block_table;  // [num_blocks], those reserved included
     const int32_t* end_ids;      // [num_end_ids], tokens that end it
@@ -105,6 +112,7 @@ typedef struct TsRunSequence {
     int32_t root;
     int32_t tokens_left;  // that it may emit, at least 1
     int32_t most_nodes;   // of a tree
+    int32_t asks;         // not 0: `choose` chooses all its tokens and says when it ends
     double temperature;   // 0 for the most probable token
     uint64_t seed;
     int64_t handle;       // at the drafter; negative: nothing is drafted for it
@@ -115,7 +123,7 @@ typedef struct TsRunSequence {
     int32_t* token_ids;  // [tokens_left or slots of the blocks, whatever is less]
     int32_t num_emitted;
     int32_t has_ended;
-    int32_t is_undecided;  // its next token needs more than a look at the logits: nothing was emitted at the end
+    int32_t has_failed;  // its next token could not be chosen
 } TsRunSequence;
 
 typedef struct TsRunStep {
@@ -130,7 +138,7 @@ typedef struct TsRunRecord {
 } TsRunRecord;
 
 // Steps in a row over the same sequences: trees, forward pass, acceptance by replay, KV together, and again. It ends
-// after a step in which a sequence ended, before one for which there is no room, and as told.
+// after a step in which a sequence ended or failed, before one for which there is no room, and as told.
 typedef struct TsRun {
     int64_t num_sequences;
     TsRunSequence* sequences;  // [num_sequences], the most urgent first
@@ -138,6 +146,7 @@ typedef struct TsRun {
     int64_t vocab_size;   // token ids that exist; logits beyond are padding
     int64_t step_rows;    // most rows of a step
     double node_price;    // that drafters are told
+    TsChooseToken choose;
     const TsDrafterCalls* drafter;  // null for none
     int32_t top_tokens;             // so many of each row's most probable tokens are told to the drafter; at most 64
     int32_t max_steps;

@@ -16,8 +16,8 @@ constexpr double kVerifiedSmoothing = 0.3, kCalibrationSmoothing = 0.15, kPriorS
 constexpr int32_t kSpareNodes = 4;
 
 constexpr int32_t kMostTop = 64;
+constexpr int32_t kNothing = -1;  // in place of a top token
 constexpr int64_t kBitsPerWord = 64;
-constexpr int64_t kUndecided = -1;
 
 double seconds_since(std::chrono::steady_clock::time_point began) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
@@ -32,12 +32,13 @@ DecodeRun::DecodeRun(TsDecoder& decoder, TsKvCache& kv, TsRun& run)
     require(run.num_sequences >= 1, "a run of no sequence");
     require(run.vocab_size >= 1 && run.vocab_size <= num_outputs_, "vocab_size is ", run.vocab_size);
     require(run.step_rows >= run.num_sequences, run.num_sequences, " sequences in steps of ", run.step_rows, " rows");
+    require(run.choose != nullptr, "nobody chooses where logits do not tell");
     require(run.costs.num_stairs >= 1 && run.costs.rows[0] >= 1, "a cost table is empty or begins below one row");
     require(run.top_tokens >= 0 && run.top_tokens <= std::min<int64_t>(kMostTop, run.vocab_size), "top_tokens is ",
             run.top_tokens);
     for (size_t s = 0; s < size(); ++s) {
         TsRunSequence& each = sequence(s);
-        each.num_emitted = each.has_ended = each.is_undecided = 0;
+        each.num_emitted = each.has_ended = each.has_failed = 0;
         require(each.num_tokens >= 1 && each.tokens_left >= 1, "sequence ", s, " has no root or nothing to emit");
         require(each.most_nodes >= 0, "sequence ", s, " has trees of ", each.most_nodes, " nodes");
         require_index("the root of sequence", static_cast<int64_t>(s), each.root, run.vocab_size);
@@ -88,7 +89,7 @@ bool DecodeRun::step() {
     bool goes_on = true;
     for (size_t s = 0; s < size(); ++s) {
         accept(s, records[s]);
-        goes_on &= !sequence(s).has_ended && !sequence(s).is_undecided;
+        goes_on &= !sequence(s).has_ended && !sequence(s).has_failed;
     }
     if (!moved_from_.empty()) kv_.move(static_cast<int64_t>(moved_from_.size()), moved_from_.data(), moved_to_.data());
     ++run_.num_steps;
@@ -257,17 +258,15 @@ void DecodeRun::accept(size_t s, TsRunRecord& record) {
     int32_t row = 0;
     while (row >= 0 && !each.has_ended) {
         int32_t top[kMostTop];
-        const int64_t token = choose_token(each, tree.first_row + row, each.num_tokens + record.emitted, top);
-        if (token == kUndecided) {
-            each.is_undecided = record.emitted == 0;
+        const int32_t token = choose_token(s, tree.first_row + row, record.emitted, top);
+        if (token < 0) {
+            each.has_failed = 1;
             break;
         }
         if (tells_top) tree.top.insert(tree.top.end(), top, top + run_.top_tokens);
         tree.walk.push_back(row);
-        each.token_ids[each.num_emitted + record.emitted++] = static_cast<int32_t>(token);
-        each.has_ended = std::find(each.end_ids, each.end_ids + each.num_end_ids, token) !=
-                             each.end_ids + each.num_end_ids ||
-                         record.emitted == each.tokens_left;
+        each.token_ids[each.num_emitted + record.emitted++] = token;
+        each.has_ended |= record.emitted == each.tokens_left;
         int32_t child = row + 1;
         while (child < rows && !(tree.parents[child] == row && tree.drafted.token_ids[tree.nodes[child]] == token))
             ++child;
@@ -288,17 +287,31 @@ void DecodeRun::accept(size_t s, TsRunRecord& record) {
     if (each.token_ms < std::numeric_limits<double>::infinity()) each.slack_ms += record.emitted * each.token_ms;
 }
 
-int64_t DecodeRun::choose_token(const TsRunSequence& each, int64_t row, int64_t position, int32_t* top) {
+// The token after a row of sequence s, which emitted `emitted` tokens in this step; negative if there is none.
+int32_t DecodeRun::choose_token(size_t s, int64_t row, int32_t emitted, int32_t* top) {
+    TsRunSequence& each = sequence(s);
     const float* logits = logits_.data() + row * num_outputs_;
     const Kernels& kernels = decoder_.kernels();
     int64_t largest[kMostTop];
-    const int32_t num = std::max(run_.top_tokens, 1);
-    if (!find_largest(kernels, run_.vocab_size, logits, num, largest)) return kUndecided;
-    std::copy_n(largest, run_.top_tokens, top);
-    if (each.temperature == 0.0) return largest[0];
-    rivals_.resize(static_cast<size_t>(run_.vocab_size));
-    const Draw draw{run_.vocab_size, logits, nullptr, each.temperature, each.seed, position};
-    return find_rivals(kernels, draw, rivals_.data()) == 1 ? rivals_[0] : kUndecided;
+    const bool is_finite = find_largest(kernels, run_.vocab_size, logits, std::max(run_.top_tokens, 1), largest);
+    std::copy_n(largest, is_finite ? run_.top_tokens : 0, top);
+    std::fill(top + (is_finite ? run_.top_tokens : 0), top + run_.top_tokens, kNothing);
+    int64_t token = largest[0];
+    bool is_decided = is_finite && !each.asks;
+    if (is_decided && each.temperature != 0.0) {
+        rivals_.resize(static_cast<size_t>(run_.vocab_size));
+        const Draw draw{run_.vocab_size, logits, nullptr, each.temperature, each.seed, each.num_tokens + emitted};
+        is_decided = find_rivals(kernels, draw, rivals_.data()) == 1;
+        token = rivals_[0];
+    }
+    if (!is_decided) {
+        const int32_t asked = run_.choose(static_cast<int64_t>(s), each.token_ids, each.num_emitted + emitted, logits,
+                                          &each.has_ended);
+        return asked < run_.vocab_size ? asked : -1;
+    }
+    const int32_t* end = each.end_ids + each.num_end_ids;
+    each.has_ended = std::find(each.end_ids, end, token) != end;
+    return static_cast<int32_t>(token);
 }
 
 // What the verifier learns of a step: calibration.py.

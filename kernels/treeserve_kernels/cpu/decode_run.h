@@ -55,8 +55,7 @@ private:
     void fill_rows(size_t s);
     void forward(TsRunStep& step);
     void accept(size_t s, TsRunRecord& record);
-    // The token after a row; negative if a look at the logits does not tell.
-    int64_t choose_token(const TsRunSequence& sequence, int64_t row, int64_t position, int32_t* top);
+    int32_t choose_token(size_t s, int64_t row, int32_t emitted, int32_t* top);
     void learn_acceptance(size_t s, const TsRunRecord& record, double expected);
     bool tell_drafter(size_t s, const TsRunRecord& record);
     void keep(size_t s);

@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from treeserve_kernels.cpu import library
 from treeserve_kernels.cpu import structures as c
+from treeserve_kernels.cpu.packing import Float32Array
 
 _NO_HANDLE = -1
 _MOST_SOURCES = 32
 _MOST_ROWS = 2**31 - 1
 
 
+# Given a sequence's place in the run, its tokens in the run so far, and the logits after them (float32[outputs of the
+# head], valid during the call): the next token, negative if there is none, and whether that ends it. It must not raise.
+Choose = Callable[[int, Sequence[int], Float32Array], tuple[int, bool]]
+
+
 @dataclass
 class RunSequence:
-    """A sequence of a run. It has nothing but its root to compute, and chooses its tokens by their logits and noise.
+    """A sequence of a run, which has nothing but its root to compute.
 
     Attributes:
         num_tokens: committed tokens, the root the last of them.
         root: the last committed token.
         tokens_left: that it may emit, at least 1.
         end_ids: tokens that end it.
+        asks: whether all its tokens are chosen by the caller, who says then which of them ends it.
         temperature: 0, or within `sampling.MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
         seed: of the noise, [0, 2^64).
         handle: at the drafter; None: nothing is drafted for it.
@@ -44,6 +53,7 @@ class RunSequence:
     root: int
     tokens_left: int
     end_ids: Sequence[int]
+    asks: bool = False
     temperature: float = 0.0
     seed: int = 0
     handle: int | None = None
@@ -108,14 +118,14 @@ class RanSequence:
     Attributes:
         token_ids: emitted; KV of all but the last, and of the root, is computed and committed.
         has_ended: the last token ends it.
-        is_undecided: its next token takes more than logits that are finite and differ: it is left to the caller.
+        has_failed: its next token could not be chosen.
         records: one for each step.
         calibration, verified: as learned.
     """
 
     token_ids: tuple[int, ...]
     has_ended: bool
-    is_undecided: bool
+    has_failed: bool
     records: tuple[RunRecord, ...]
     calibration: float
     verified: float
@@ -155,17 +165,21 @@ class Ran:
 def run_decode(
     decoder: ctypes.c_void_p,
     kv: ctypes.c_void_p,
+    num_outputs: int,
     block_size: int,
     block_tables: Sequence[Sequence[int]],
     sequences: Sequence[RunSequence],
     terms: RunTerms,
+    choose: Choose,
 ) -> Ran:
     """Run steps until one ends a sequence, there is no room for the next, or as the terms say.
 
     Args:
         decoder, kv: handles.
+        num_outputs: of the decoder's head.
         block_size: that of the cache.
         block_tables: KV blocks of each sequence, those reserved included; the run ends where they do.
+        choose: called where a sequence asks, and where logits are not finite or too near each other to tell.
     """
     described = [_filled(*each, block_size) for each in zip(sequences, block_tables, strict=True)]
     of_each = (c.RunSequence * len(sequences))(*described)
@@ -180,6 +194,7 @@ def run_decode(
         vocab_size=terms.vocab_size,
         step_rows=terms.step_rows,
         node_price=terms.node_price,
+        choose=_calling(choose, num_outputs),
         drafter=None if terms.drafter is None else ctypes.pointer(terms.drafter),
         top_tokens=terms.top_tokens,
         max_steps=terms.max_steps,
@@ -209,6 +224,15 @@ def run_decode(
     )
 
 
+def _calling(choose: Choose, num_outputs: int) -> Any:
+    def call(sequence: int, token_ids: Any, count: int, logits: Any, has_ended: Any) -> int:
+        row = np.ctypeslib.as_array(logits, (num_outputs,))
+        token_id, has_ended[0] = choose(sequence, token_ids[:count], row)
+        return token_id
+
+    return c.ChooseToken(call)
+
+
 def costs_of(table: dict[int, float]) -> c.Costs:
     """A cost table as the library reads it."""
     rows = (ctypes.c_int32 * len(table))(*[min(rows, _MOST_ROWS) for rows in table])
@@ -223,6 +247,7 @@ def _filled(sequence: RunSequence, table: Sequence[int], block_size: int) -> c.R
         end_ids=(ctypes.c_int32 * len(end_ids))(*end_ids),
         num_blocks=len(table),
         num_end_ids=len(end_ids),
+        asks=sequence.asks,
         num_tokens=sequence.num_tokens,
         root=sequence.root,
         tokens_left=sequence.tokens_left,
@@ -243,7 +268,7 @@ def _ran(sequence: c.RunSequence, records: Sequence[c.RunRecord]) -> RanSequence
     return RanSequence(
         tuple(sequence.token_ids[: sequence.num_emitted]),
         bool(sequence.has_ended),
-        bool(sequence.is_undecided),
+        bool(sequence.has_failed),
         tuple([RunRecord(r.offered, r.verified, r.accepted, r.emitted) for r in records]),
         sequence.calibration,
         sequence.verified,

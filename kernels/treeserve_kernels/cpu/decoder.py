@@ -18,7 +18,7 @@ import numpy.typing as npt
 from treeserve_kernels.cpu import library
 from treeserve_kernels.cpu import structures as c
 from treeserve_kernels.cpu.arguments import array_address, linear_of, shape_of, weights_of
-from treeserve_kernels.cpu.decode_run import Ran, RunSequence, RunTerms, run_decode
+from treeserve_kernels.cpu.decode_run import Choose, Ran, RunSequence, RunTerms, run_decode
 from treeserve_kernels.cpu.library import address
 from treeserve_kernels.cpu.packing import Float32Array, PackedLinear
 
@@ -285,18 +285,22 @@ class Decoder:
         block_tables: Sequence[Sequence[int]],
         sequences: Sequence[RunSequence],
         terms: RunTerms,
+        choose: Choose,
     ) -> Ran:
         """Decode steps in a row (`decode_run`), each of which writes K and V into the sequences' blocks.
 
         Args:
             kv: a cache of this decoder's shape.
             block_tables: KV blocks of each sequence, those reserved included.
+            choose: chooses tokens where logits and noise do not do.
 
         Raises:
             ValueError: if the cache is of another shape, or the decoder is closed.
         """
         self._check_kv(kv)
-        return run_decode(self._handle, kv._handle, kv.block_size, block_tables, sequences, terms)
+        return run_decode(
+            self._handle, kv._handle, self._num_outputs, kv.block_size, block_tables, sequences, terms, choose
+        )
 
     def _batch(self, **batch: Unpack[BatchArrays]) -> c.Batch:
         input_ids, context_lens, logits_indices = batch["input_ids"], batch["context_lens"], batch["logits_indices"]

@@ -11,10 +11,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from treeserve_core.outcome import FinishReason, SpeculationStats
+import numpy as np
+import numpy.typing as npt
+
+from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationStats
 from treeserve_engine.accept import is_replayed
 from treeserve_kernels.cpu.decode_run import Ran, RanSequence, RunSequence, RunTerms
 from treeserve_kernels.cpu.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -48,18 +52,56 @@ class RunPlan:
     terms: RunTerms
 
 
+class RunFollower:
+    """Keeps a sequence's sampler up with a run, and chooses the tokens that take more than logits and noise.
+
+    Attributes:
+        log_probs: one entry per token if the request asked for them.
+        error: why a token could not be chosen.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._followed = 0  # tokens of the run that the sampler knows
+        self.log_probs: list[PositionLogProbs] = []
+        self.error: Exception | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the generation ended, if it did."""
+        return self._sequence.sampler.finish_reason
+
+    def follow(self, token_ids: SequenceOf[int]) -> None:
+        """The run emitted these so far."""
+        for token_id in token_ids[self._followed :]:
+            self._append(token_id)
+
+    def choose(self, token_ids: SequenceOf[int], logits: npt.NDArray[np.float32]) -> tuple[int, bool]:
+        """The token after these, and whether it ends the sequence; -1 if that is not possible (`error`)."""
+        sampler = self._sequence.sampler
+        try:
+            self.follow(token_ids)
+            token_id = sampler.next_token(logits)
+            if sampler.wants_log_probs:
+                self.log_probs.append(sampler.log_probs(logits, token_id))
+            self._append(token_id)
+        except Exception as error:
+            self.error = error
+            return -1, False
+        return token_id, sampler.finish_reason is not None
+
+    def _append(self, token_id: int) -> None:
+        self._followed += 1
+        self._sequence.sampler.append(token_id, stopped=self._sequence.stops_at(token_id))
+
+
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run and what it did to each sequence, in the order of its plan; why each ended, if it did."""
+    """A run, what it did to each sequence, and who followed it there, both in the order of its plan."""
 
     plan: RunPlan
     ran: Ran
-    finish_reasons: tuple[FinishReason | None, ...]
-
-    @property
-    def must_plan(self) -> bool:
-        """Whether the next step must be planned: this run failed, or left a token undecided."""
-        return self.ran.error is not None or any(each.is_undecided for each in self.ran.sequences)
+    followers: tuple[RunFollower, ...]
 
 
 class RunEngine(Protocol):
@@ -144,16 +186,12 @@ class RunPlanner:
         return RunPlan(tuple(sequences), seats, of_each, terms)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        """Whether it decodes, and needs nothing for a token but logits and noise."""
-        sampler, limits = sequence.sampler, sequence.submission.limits
-        temperature = sequence.submission.sampling.temperature
+        """Whether it decodes, by replay, and no grammar has trees of its own for it."""
         return (
             sequence.promise.first_at is not None
             and self._scheduler.uncomputed(sequence) == 1
-            and sequence.stop_watch is None
-            and sampler.is_plain
-            and is_replayed(sampler, limits.acceptance)
-            and (sampler.is_greedy or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE)
+            and not sequence.sampler.is_constrained
+            and is_replayed(sequence.sampler, sequence.submission.limits.acceptance)
         )
 
     def _positions(self, sequence: Sequence) -> int:
@@ -172,6 +210,7 @@ class RunPlanner:
             sequence.tokens[-1],
             tokens_left,
             sequence.sampler.end_ids,
+            _asks(sequence),
             0.0 if sequence.sampler.is_greedy else sampling.temperature,
             sampling.seed,
             None if seat is None else seat.handle,
@@ -182,6 +221,13 @@ class RunPlanner:
             sequence.calibration,
             sequence.verified,
         )
+
+
+def _asks(sequence: Sequence) -> bool:
+    """Whether its tokens take more than logits and noise, or may end it in more ways than by their ids."""
+    sampler, temperature = sequence.sampler, sequence.submission.sampling.temperature
+    is_drawn = not sampler.is_greedy and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+    return is_drawn or not sampler.is_plain or sequence.stop_watch is not None
 
 
 def stats_of(ran: RanSequence) -> SpeculationStats:

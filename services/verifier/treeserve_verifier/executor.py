@@ -24,7 +24,7 @@ from treeserve_engine.block_manager import BlockManager
 from treeserve_engine.interface import DeviceModel, HiddenModel, Model, RunModel
 from treeserve_engine.runner import ModelRunner
 from treeserve_kernels.cpu.decode_run import Ran
-from treeserve_verifier.decode_run import FinishedRun, RunPlan
+from treeserve_verifier.decode_run import FinishedRun, RunFollower, RunPlan
 from treeserve_verifier.step_plan import PlannedSequence, StepPlan
 from treeserve_verifier.top_tokens import TOP_TOKENS, TopTokens
 
@@ -164,14 +164,19 @@ class StepExecutor:
         """
 
         def run() -> FinishedRun:
+            followers = [RunFollower(sequence) for sequence in plan.sequences]
+            seq_ids = [sequence.seq_id for sequence in plan.sequences]
+
+            def choose(index: int, token_ids: SequenceOf[int], logits: npt.NDArray[np.float32]) -> tuple[int, bool]:
+                return followers[index].choose(token_ids, logits)
+
             try:
-                ran = self._runner.decode([s.seq_id for s in plan.sequences], plan.of_each, plan.terms)
+                ran = self._runner.decode(seq_ids, plan.of_each, plan.terms, choose)
             except Exception as error:
                 ran = Ran.nothing(plan.of_each, plan.terms, error)
-            for sequence, each in zip(plan.sequences, ran.sequences, strict=True):
-                for token_id in each.token_ids:
-                    sequence.sampler.append(token_id)
-            return FinishedRun(plan, ran, tuple(sequence.sampler.finish_reason for sequence in plan.sequences))
+            for follower, each in zip(followers, ran.sequences, strict=True):
+                follower.follow(each.token_ids)
+            return FinishedRun(plan, ran, tuple(followers))
 
         return await self._in_thread(run, meanwhile)
 

@@ -11,12 +11,12 @@ import structlog
 
 from treeserve_core.errors import HandedBackError, InvalidArgumentError
 from treeserve_core.features import FeatureShape
-from treeserve_core.outcome import FinishReason
+from treeserve_core.outcome import VerifyOutcome
 from treeserve_core.proposal import DraftProposal
 from treeserve_kernels.cpu.decode_run import RanSequence
 from treeserve_verifier.colocated import ColocatedOutbox
 from treeserve_verifier.cost_model import CostModel, Prices
-from treeserve_verifier.decode_run import FinishedRun, RunPlan, RunPlanner, stats_of
+from treeserve_verifier.decode_run import FinishedRun, RunFollower, RunPlan, RunPlanner, stats_of
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.executor import NO_PLAIN_RUN, ExecutedStep, PlainRun, StepExecutor, StepResult
 from treeserve_verifier.load import Load, SpeedMeter
@@ -89,7 +89,7 @@ class VerifyLoop:
         self._work = WorkMeter(cost)
         self._changed = Change()  # something happened that may make a step ready
         self._runs = RunPlanner(scheduler, desk, planner, executor, colocated, clock, run_ahead_s)
-        self._must_plan = False  # the next step: what a run of steps left undone
+        self._must_plan = False  # the next step: a run of steps failed
         self._uncounted_runs: list[tuple[FinishedRun, float]] = []  # and milliseconds beside each of its steps
         self._stepping = asyncio.Lock()  # held while a step owns its sequences
         self._uncounted: list[tuple[ExecutedStep, float]] = []  # and its milliseconds, with all that is done for it
@@ -221,12 +221,12 @@ class VerifyLoop:
     async def _run_on(self, plan: RunPlan) -> None:
         """Steps in a row, and what is to be learned of them."""
         run = await self._executor.run_on(plan, self._catch_up)
-        for each in zip(plan.sequences, run.ran.sequences, run.finish_reasons, strict=True):
+        for each in zip(plan.sequences, run.ran.sequences, run.followers, strict=True):
             self._settle_ran(run, *each)
         self._scheduler.calibrator.prior = run.ran.prior
         if run.ran.error is not None:
             _log.error("a run of steps failed", exc_info=run.ran.error)
-        self._must_plan = run.must_plan
+            self._must_plan = True
         if plan.seats and self._colocated is not None:
             self._colocated.end_run(run.ran)
         began, self._at_work_since = self._at_work_since, self._clock()
@@ -234,13 +234,16 @@ class VerifyLoop:
         if steps:
             beside_ms = 1e3 * (self._at_work_since - began) - sum(step.step_ms for step in steps)
             self._uncounted_runs.append((run, max(0.0, beside_ms) / len(steps)))
-        if any(finish is not None for finish in run.finish_reasons):
+        if any(follower.finish_reason is not None for follower in run.followers):
             self._count()
 
-    def _settle_ran(self, run: FinishedRun, sequence: Sequence, ran: RanSequence, finish: FinishReason | None) -> None:
+    def _settle_ran(self, run: FinishedRun, sequence: Sequence, ran: RanSequence, follower: RunFollower) -> None:
         base_len = len(sequence.tokens)
         sequence.calibration, sequence.verified = ran.calibration, ran.verified
-        if self._scheduler.settle_run(sequence, ran.token_ids, stats_of(ran), finish):
+        outcome = VerifyOutcome((), ran.token_ids, follower.finish_reason, tuple(follower.log_probs))
+        if follower.error is not None:
+            self._log_failure(sequence, follower.error)
+        if self._scheduler.settle_run(sequence, outcome, stats_of(ran), follower.error):
             count = len(run.plan.sequences)
             costs = [self._planner.cost_of_node(step.rows, step.rows - count, count) for step in run.ran.steps]
             trees = [(r.accepted - cost * r.verified, r.accepted) for r, cost in zip(ran.records, costs, strict=True)]

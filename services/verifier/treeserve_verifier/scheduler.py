@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from treeserve_core.errors import HandedBackError, OverloadedError
-from treeserve_core.outcome import FinishReason, SpeculationStats, VerifyOutcome
+from treeserve_core.outcome import SpeculationStats, VerifyOutcome
 from treeserve_core.sampling import ServiceClass
 from treeserve_core.tree import TokenTree
 from treeserve_engine.block_manager import BlockManager, OutOfBlocksError
@@ -224,18 +224,21 @@ class Scheduler:
         return self._ranking.in_order(self._running, now)
 
     def settle_run(
-        self, sequence: Sequence, token_ids: tuple[int, ...], stats: SpeculationStats, finish: FinishReason | None
+        self, sequence: Sequence, outcome: VerifyOutcome, stats: SpeculationStats, error: Exception | None
     ) -> bool:
-        """Take what a run did to a sequence, as `settle` does. False if it goes on no more."""
+        """Take what a run did to a sequence, as `settle` and `settle_failed` do. False if it goes on no more."""
         self._in_step -= {sequence}
         if sequence.cancelled:
             self._remove(sequence)
-        elif token_ids:
+            return False
+        if outcome.token_ids:
             offset = sequence.output_len
-            sequence.tokens.extend(token_ids)
+            sequence.tokens.extend(outcome.token_ids)
             sequence.stats.add(stats)
-            self._leave(sequence, offset, VerifyOutcome((), token_ids, finish))
-        return sequence in self._running
+            self._leave(sequence, offset, outcome)
+        if error is not None:
+            self._end(sequence, Emission(sequence.output_len, (), error=error))
+        return error is None and outcome.finish_reason is None
 
     def settle(self, planned: PlannedSequence, outcome: VerifyOutcome | None) -> None:
         """Take a planned sequence's result: append its tokens, emit them, end it if it ended."""
