@@ -86,8 +86,8 @@ async def test_tokens_are_those_of_planned_steps(at_once: int, drafts: bool) -> 
         assert [g.token_ids for g in found] == [g.token_ids for g in expected]
         assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
         assert [g.log_probs for g in found] == [g.log_probs for g in expected]
-        steps = sum(len(run.ran.steps) for run in rig.executor.runs)
-        assert steps > 30, "many of them were taken in runs"
+        in_runs = sum(len(each.token_ids) for run in rig.executor.runs for each in run.ran.sequences)
+        assert in_runs > sum(len(g.token_ids) for g in found) / 4, "many of them were taken in runs"
         if drafts:
             records = [r for run in rig.executor.runs for each in run.ran.sequences for r in each.records]
             assert sum(r.accepted for r in records) > 20, "and drafts came true there"

@@ -98,7 +98,7 @@ typedef struct TsOffer {
 
 // Chooses a token of a run where logits and noise do not do alone, or tie.
 //
-// sequence: its place in the run. token_ids: [count], what it emitted in the run so far. logits: of the token after these.
+// sequence: its place in the run. token_ids: [count], what it emitted in the run so far. logits: of the next token.
 // Returns the token, and sets has_ended if it ends the sequence; negative if there is none: the sequence has failed.
 typedef int32_t (*TsChooseToken)(int64_t sequence, const int32_t* token_ids, int32_t count, const float* logits,
                                  int32_t* has_ended);

@@ -26,7 +26,13 @@ double seconds_since(std::chrono::steady_clock::time_point began) {
 }  // namespace
 
 DecodeRun::DecodeRun(TsDecoder& decoder, TsKvCache& kv, TsRun& run)
-    : decoder_(decoder), kv_(kv), run_(run), num_outputs_(decoder.num_outputs()), trees_(run.num_sequences), logits_(decoder.run_logits()) {
+    : decoder_(decoder),
+      kv_(kv),
+      run_(run),
+      alone_(decoder.run_scratch().running),
+      num_outputs_(decoder.num_outputs()),
+      trees_(static_cast<size_t>(std::max<int64_t>(run.num_sequences, 0))),
+      logits_(decoder.run_scratch().logits) {
     run.num_steps = run.num_trees = run.num_empty_trees = run.drafter_failed = 0;
     run.draft_seconds = 0.0;
     require(run.num_sequences >= 1, "a run of no sequence");
@@ -41,6 +47,8 @@ DecodeRun::DecodeRun(TsDecoder& decoder, TsKvCache& kv, TsRun& run)
         each.num_emitted = each.has_ended = each.has_failed = 0;
         require(each.num_tokens >= 1 && each.tokens_left >= 1, "sequence ", s, " has no root or nothing to emit");
         require(each.most_nodes >= 0, "sequence ", s, " has trees of ", each.most_nodes, " nodes");
+        require(each.temperature == 0.0 || can_draw_at(each.temperature), "sequence ", s, " has temperature ",
+                each.temperature);
         require_index("the root of sequence", static_cast<int64_t>(s), each.root, run.vocab_size);
         for (int32_t i = 0; i < each.num_blocks; ++i)
             require_index("a block of sequence", static_cast<int64_t>(s), each.block_table[i], kv.num_blocks());
@@ -146,6 +154,7 @@ void DecodeRun::rank(size_t s) {
         const int32_t parent = tree.drafted.parents[i];
         require_index("the parent of node", i, parent, i);
         require_index("the token of node", i, tree.drafted.token_ids[i], run_.vocab_size);
+        require(tree.drafted.log_probs[i] <= 0.0, "the log-probability of node ", i, " is ", tree.drafted.log_probs[i]);
         tree.depths.push_back(tree.depths[parent] + 1);
         tree.paths.push_back(tree.paths[parent] + tree.drafted.log_probs[i]);
         if (tree.depths[i] < each.tokens_left) tree.ranked.push_back(i);

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "api.h"
@@ -25,7 +26,7 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    // A sequence's tree in the present step.
+    // A sequence's tree in the present step. A drafted node is one of the drafter's, a row one that is verified.
     struct Tree {
         TsDraftTree drafted;                // nothing but a root where nothing was drafted
         std::vector<int32_t> depths;        // of the drafted nodes
@@ -33,12 +34,11 @@ private:
         std::vector<int32_t> ranked;        // drafted nodes that may be verified, the best first
         std::vector<double> accepted;       // of the ranked ones: what is expected
         std::vector<int32_t> ranked_depths;
-        std::vector<int32_t> nodes;         // drafted nodes of the rows, ascending, the root first
+        std::vector<int32_t> nodes;         // of the rows, ascending, the root first
         std::vector<int32_t> parents;       // rows' parents, as rows of the sequence
         int64_t first_row;
-        int32_t walked;                     // rows whose KV stays, the last ones of `emitted` tokens
-        std::vector<int32_t> walk;          // these rows
-        std::vector<int32_t> top;           // [walked, top_tokens]
+        std::vector<int32_t> walk;          // rows whose logits chose tokens: their KV stays
+        std::vector<int32_t> top;           // [walk, top_tokens]
     };
 
     TsRunSequence& sequence(size_t s) const { return run_.sequences[s]; }
@@ -64,6 +64,7 @@ private:
     TsDecoder& decoder_;
     TsKvCache& kv_;
     TsRun& run_;
+    std::lock_guard<std::mutex> alone_;
     Clock::time_point began_ = Clock::now();
     int64_t num_outputs_;
     std::vector<Tree> trees_;

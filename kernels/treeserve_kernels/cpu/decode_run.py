@@ -18,13 +18,14 @@ from treeserve_kernels.cpu import library
 from treeserve_kernels.cpu import structures as c
 from treeserve_kernels.cpu.packing import Float32Array
 
-_NO_HANDLE = -1
+_NO_HANDLE, _FAILED = -1, -1
 _MOST_SOURCES = 32
 _MOST_ROWS = 2**31 - 1
 
 
 # Given a sequence's place in the run, its tokens in the run so far, and the logits after them (float32[outputs of the
-# head], valid during the call): the next token, negative if there is none, and whether that ends it. It must not raise.
+# head], valid during the call): the next token, negative if there is none, and whether that ends the sequence. Raising
+# says that there is none, too.
 Choose = Callable[[int, Sequence[int], Float32Array], tuple[int, bool]]
 
 
@@ -226,8 +227,10 @@ def run_decode(
 
 def _calling(choose: Choose, num_outputs: int) -> Any:
     def call(sequence: int, token_ids: Any, count: int, logits: Any, has_ended: Any) -> int:
-        row = np.ctypeslib.as_array(logits, (num_outputs,))
-        token_id, has_ended[0] = choose(sequence, token_ids[:count], row)
+        try:
+            token_id, has_ended[0] = choose(sequence, token_ids[:count], np.ctypeslib.as_array(logits, (num_outputs,)))
+        except BaseException:  # which native code could not tell from a token
+            return _FAILED
         return token_id
 
     return c.ChooseToken(call)

@@ -49,8 +49,13 @@ public:
 
     int64_t num_outputs() const { return weights_.head.num_outputs; }
     const treeserve::Kernels& kernels() const { return kernels_; }
-    // Memory for the logits of whoever runs several passes in a row; kept for the next time.
-    treeserve::Scratch<float>& run_logits() { return run_logits_; }
+
+    // For whoever runs several passes in a row, and holds `running` meanwhile: memory that is kept for the next time.
+    struct RunScratch {
+        std::mutex running;
+        treeserve::Scratch<float> logits;
+    };
+    RunScratch& run_scratch() { return run_scratch_; }
 
 private:
     struct Pass;
@@ -91,7 +96,8 @@ private:
     std::mutex busy_;
     treeserve::ThreadPool pool_;
     treeserve::BatchPlan plan_;
-    treeserve::Scratch<float> hidden_, wanted_hidden_, qkv_, attended_, run_logits_;
+    treeserve::Scratch<float> hidden_, wanted_hidden_, qkv_, attended_;
+    RunScratch run_scratch_;
     treeserve::ActivationBuffer input_, products_;
     std::vector<treeserve::Scratch<float>> row_scratch_, attention_scratch_;  // one per thread
 };

@@ -38,8 +38,12 @@ void NodeChoice::choose(const TsCosts& costs, const std::vector<TsOffer>& offers
 int64_t NodeChoice::meet_targets(int64_t room) {
     const double step = now_ms();
     behind_.clear();
-    for (int32_t i = 0; i < static_cast<int32_t>(offers_->size()); ++i)
-        if ((*offers_)[i].slack_ms < step) behind_.push_back({need(i, step), i});
+    all_behind_.clear();
+    for (int32_t i = 0; i < static_cast<int32_t>(offers_->size()); ++i) {
+        if (!((*offers_)[i].slack_ms < step)) continue;
+        behind_.push_back({need(i, step), i});
+        all_behind_.push_back(i);
+    }
     std::sort(behind_.begin(), behind_.end(), [](const Behind& a, const Behind& b) {
         return a.need != b.need ? a.need > b.need : a.index > b.index;
     });
@@ -62,7 +66,7 @@ double NodeChoice::need(int32_t index, double step) const {
 
 int32_t NodeChoice::count_for(int32_t index, int64_t room) const {
     double before = 0.0;
-    for (const Behind& each : behind_) before += 1.0 + expected_[each.index];
+    for (const int32_t i : all_behind_) before += 1.0 + expected_[i];
     double together = before, emitted = 1.0 + expected_[index];
     const double before_ms = now_ms(), limit = limit_ms(index);
     const TsOffer& offer = (*offers_)[index];

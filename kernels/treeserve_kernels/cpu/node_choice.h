@@ -45,7 +45,8 @@ private:
     int64_t rows_ = 0;
     std::vector<int32_t> counts_;
     std::vector<double> expected_;
-    std::vector<Behind> behind_;
+    std::vector<Behind> behind_;       // the most behind first
+    std::vector<int32_t> all_behind_;  // in the order of the offers, in which Python adds them up
     std::vector<Rated> rest_;
 };
 

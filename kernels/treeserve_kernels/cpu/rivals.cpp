@@ -51,7 +51,7 @@ double noise(uint64_t bits) {
 
 int64_t find_rivals(const Kernels& kernels, const Draw& draw, int64_t* rivals) {
     require(draw.count >= 1 && draw.count <= kMostTokens, draw.count, " values, outside [1, ", kMostTokens, "]");
-    require(draw.temperature >= 0x1p-100 && draw.temperature <= 0x1p100, "temperature is ", draw.temperature);
+    require(can_draw_at(draw.temperature), "temperature is ", draw.temperature);
     const float best = kernels.largest_value(draw.values, draw.count);
     require(std::isfinite(best), "a value is NaN or +inf, or all are -inf");
     const uint64_t key = noise_key(draw.seed, draw.position);

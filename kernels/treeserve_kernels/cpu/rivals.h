@@ -7,6 +7,8 @@
 
 namespace treeserve {
 
+constexpr bool can_draw_at(double temperature) { return temperature >= 0x1p-100 && temperature <= 0x1p100; }
+
 // The arguments of ts_find_rivals.
 struct Draw {
     int64_t count;

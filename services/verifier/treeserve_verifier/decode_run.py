@@ -204,14 +204,14 @@ class RunPlanner:
     def _described(self, sequence: Sequence, seat: Seat | None, now: float) -> RunSequence:
         sampling, promise = sequence.submission.sampling, sequence.promise
         due_at, tpot_ms = promise.due_at, promise.tpot_ms
-        tokens_left = sequence.max_len - len(sequence.tokens)
+        tokens_left, asks = sequence.max_len - len(sequence.tokens), _asks(sequence)
         return RunSequence(
             len(sequence.tokens),
             sequence.tokens[-1],
             tokens_left,
             sequence.sampler.end_ids,
-            _asks(sequence),
-            0.0 if sequence.sampler.is_greedy else sampling.temperature,
+            asks,
+            0.0 if asks or sequence.sampler.is_greedy else sampling.temperature,
             sampling.seed,
             None if seat is None else seat.handle,
             0 if seat is None else self._planner.most_nodes(sequence, len(self._scheduler.running)),

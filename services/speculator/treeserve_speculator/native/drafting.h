@@ -1,9 +1,9 @@
 // The C interface of native drafting: what native_drafter.py calls.
 //
-// A function that can fail returns a TsDraftStatus; ts_drafting_last_error() then says why, for the calling thread. After
-// an invalid argument nothing has changed; after TS_DRAFT_INTERNAL (memory ran out) a drafter may only be destroyed.
-// Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter serves one call at a
-// time: a second one waits.
+// A function that can fail returns a TsDraftStatus; ts_drafting_last_error() then says why, for the calling thread.
+// After an invalid argument nothing has changed; after TS_DRAFT_INTERNAL (memory ran out) a drafter may only be
+// destroyed. Pointers are borrowed for the call, except a table's, which must outlive the drafter. A drafter serves one
+// call at a time: a second one waits.
 #pragma once
 
 #include <stdint.h>
