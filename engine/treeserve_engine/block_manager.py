@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +33,7 @@ class KvMoves:
 _NO_MOVES = KvMoves(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     table: list[int]
     tenant: str | None  # None: its blocks are its own for ever
@@ -193,11 +193,8 @@ class BlockManager:
         """Whether `reserve(seq_id, n)` would find enough free blocks."""
         return self._missing(self._sequences[seq_id], n) <= self._pool.free_blocks
 
-    def reserve(self, seq_id: int, n: int, *, whole_blocks: bool = False) -> None:
+    def reserve(self, seq_id: int, n: int) -> None:
         """Take blocks for `n` KV positions after the committed ones. `commit` or `rollback` ends the reservation.
-
-        Args:
-            whole_blocks: reserve what is left of the last one, too.
 
         Raises:
             OutOfBlocksError: if too few are free; nothing has changed then.
@@ -212,7 +209,35 @@ class BlockManager:
             if missing > self._pool.free_blocks:
                 raise OutOfBlocksError(f"{missing} blocks are needed and {self._pool.free_blocks} are free")
             sequence.table += [self._pool.take() for _ in range(missing)]
-            sequence.reserved = len(sequence.table) * self.block_size - sequence.computed_len if whole_blocks else n
+            sequence.reserved = n
+
+    def reserve_ahead(self, wanted: Mapping[int, int]) -> int | None:
+        """Take blocks for steps in a row, and reserve all positions in them. Ended as what `reserve` does.
+
+        Args:
+            wanted: KV positions by seq_id, at least one each; those who come first come first where blocks are short.
+
+        Returns:
+            How many blocks it took: for a position of each sequence, and beyond as far as none is under a lease. None
+            if too few are free for that; nothing has changed then.
+        """
+        with self._lock:
+            sequences = {self._sequences[seq_id]: n for seq_id, n in wanted.items()}
+            if any(sequence.reserved is not None for sequence in sequences):
+                raise RuntimeError("a sequence has a reservation already")
+            least = {sequence: self._missing(sequence, 1) for sequence in sequences}
+            needed = sum(least.values())
+            if needed > self._pool.free_blocks:
+                return None
+            spare = max(0, self._pool.unleased_blocks - needed)
+            taken = 0
+            for sequence, n in sequences.items():
+                more = min(self._missing(sequence, n) - least[sequence], spare)
+                spare -= more
+                taken += least[sequence] + more
+                sequence.table += [self._pool.take() for _ in range(least[sequence] + more)]
+                sequence.reserved = len(sequence.table) * self.block_size - sequence.computed_len
+            return taken
 
     def commit(self, seq_id: int, kept_nodes: Sequence[int], token_ids: Sequence[int] = ()) -> KvMoves:
         """Keep some of the reserved nodes' KV: node kept_nodes[i] belongs to position computed_len + i from now on.

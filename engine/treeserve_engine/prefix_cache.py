@@ -40,6 +40,11 @@ class BlockPool:
         return len(self._free) + self.reusable_blocks
 
     @property
+    def unleased_blocks(self) -> int:
+        """Those of the free blocks that are under no lease, as far as it was noticed that leases ended."""
+        return len(self._free) + len(self._idle)
+
+    @property
     def reusable_blocks(self) -> int:
         """Those of them that hold a prefix."""
         return len(self._idle) + len(self._leased)

@@ -117,9 +117,9 @@ class ModelRunner:
             ValueError: if the model cannot, or the KV of a sequence was lost.
         """
         try:
+            self._update_kv()
             if not isinstance(self.model, RunModel) or any(map(self.blocks.is_lost, seq_ids)):
                 raise ValueError("no run: the model cannot, or KV was lost")
-            self._update_kv()
             tables = [self.blocks.block_table(seq_id) for seq_id in seq_ids]
             ran = self.model.decode(self._kv, tables, sequences, terms, choose)
         except BaseException:

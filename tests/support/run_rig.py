@@ -142,6 +142,7 @@ class RunRig:
         limits: SequenceLimits | None = None,
         stopping: dict[str, Any] | None = None,
         generated: SequenceOf[int] = (),
+        session: str = "",
         **sampling: Any,
     ) -> tuple[Sequence, Generation]:
         """Begin a request."""
@@ -154,6 +155,7 @@ class RunRig:
             stopping=StoppingCriteria(max_tokens=max_tokens, **(stopping or {})),
             limits=limits or SequenceLimits(),
             tenant="somebody",
+            session_id=session,
         )
         sampler = SequenceSampler(
             submission.sampling,

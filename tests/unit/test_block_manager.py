@@ -220,3 +220,58 @@ class PagedCache(RuleBasedStateMachine):
 
 PagedCache.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPagedCache = PagedCache.TestCase
+
+
+class TestReservingAhead:
+    def test_takes_whole_blocks_for_all(self) -> None:
+        blocks = BlockManager(10, 4)
+        for seq_id in (1, 2):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({1: 1, 2: 9}) == 4
+        assert [len(blocks.block_table(seq_id)) for seq_id in (1, 2)] == [1, 3]
+        blocks.check_integrity()
+        blocks.commit(1, range(4))
+        blocks.commit(2, range(5))
+        assert [len(blocks.block_table(seq_id)) for seq_id in (1, 2)] == [1, 2]
+        blocks.check_integrity()
+
+    def test_gives_a_block_to_each_before_more_to_the_first(self) -> None:
+        blocks = BlockManager(4, 4)
+        for seq_id in (1, 2, 3):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({1: 100, 2: 100, 3: 100}) == 4
+        assert [len(blocks.block_table(seq_id)) for seq_id in (1, 2, 3)] == [2, 1, 1]
+
+    def test_changes_nothing_where_not_all_get_a_block(self) -> None:
+        blocks = BlockManager(2, 4)
+        for seq_id in (1, 2, 3):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({1: 1, 2: 1, 3: 1}) is None
+        assert blocks.free_blocks == 2
+        blocks.reserve(1, 1)
+        with pytest.raises(RuntimeError):
+            blocks.reserve_ahead({2: 1, 1: 1})
+        assert blocks.free_blocks == 1
+        blocks.check_integrity()
+
+    def test_needs_no_block_where_there_is_room_in_the_last(self) -> None:
+        blocks = BlockManager(1, 4)
+        blocks.add(1)
+        blocks.reserve(1, 2)
+        blocks.commit(1, range(2))
+        assert blocks.reserve_ahead({1: 50}) == 0
+        blocks.commit(1, range(2))
+        assert blocks.reserve_ahead({1: 1}) is None
+
+    def test_takes_no_leased_block_for_more_than_the_next_position(self) -> None:
+        blocks = BlockManager(4, 4)
+        blocks.add(1, list(range(12)), "tenant")
+        blocks.reserve(1, 12)
+        blocks.commit(1, range(12), list(range(12)))
+        blocks.free(1, lease_s=100.0)
+        for seq_id in (2, 3):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({2: 100}) == 1
+        assert blocks.cached_blocks == 3
+        assert blocks.reserve_ahead({3: 100}) == 1
+        assert blocks.cached_blocks == 2

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import random
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.int8_decoders import NativeModel, Sizes, random_model
 from support.run_rig import VOCAB, Generation, RunRig, native_drafter
 
 from treeserve_core.acceptance import Acceptance, AcceptanceRule
 from treeserve_core.outcome import FinishReason
 from treeserve_core.sampling import SequenceLimits
+from treeserve_engine.batch import SequenceRows
+from treeserve_engine.kv_storage import TierBytes
+from treeserve_engine.runner import ModelRunner
 from treeserve_kernels.cpu import library as kernels
+from treeserve_kernels.cpu.decode_run import RunSequence, RunTerms
 from treeserve_speculator.native import library as drafting
+from treeserve_speculator.native_drafter import NativeDrafter
 from treeserve_verifier.decode_run import stats_of
 
 pytestmark = pytest.mark.skipif(not (kernels.is_built() and drafting.is_built()), reason="not built")
@@ -306,3 +315,144 @@ async def test_what_trees_save_is_learned_in_runs() -> None:
         records = [r for run in rig.executor.runs for each in run.ran.sequences for r in each.records]
         assert np.mean([r.verified for r in records[len(records) // 2 :]]) >= 2.0
         assert rig.scheduler.calibrator.prior != 1.0
+
+
+async def test_drafts_are_verified_where_blocks_are_short() -> None:
+    """Runs that find no room for their KV must not take away the trees of planned steps."""
+    drafted = []
+    for run_s in (0.0, 0.05):
+        async with RunRig(run_s, native_drafter(), kv_tokens=700, max_context_tokens=256) as rig:
+            made = [rig.submit([*PROMPT, i], 240, stopping={"ignore_eos": True})[1] for i in range(4)]
+            await asyncio.wait_for(asyncio.gather(*(g.ended.wait() for g in made)), 20)
+            drafted.append([g.stats.drafted for g in made if g.stats is not None])
+    assert min(drafted[1]) > min(drafted[0]) / 2
+
+
+async def test_kv_of_leased_sessions_is_not_given_up_for_what_may_never_come() -> None:
+    async with RunRig(0.1, native_drafter(), kv_tokens=800, session_lease_s=600.0) as rig:
+        history, _ = await session(rig, "kept", 240)
+        made = [rig.submit([*PROMPT, i], 400)[1] for i in range(4)]
+        rig.cost.observe(1, 1.0)
+        for generation in made:
+            await until(lambda generation=generation: len(generation.token_ids) >= 8)
+        for sequence in list(rig.scheduler):
+            rig.loop.cancel(sequence)
+        await until(lambda: len(rig.scheduler) == 0)
+        again, generation = rig.submit([*history, 5], 2)
+        await generation.ended.wait()
+        assert rig.executor.runs
+        assert again.cached_tokens is not None and again.cached_tokens > len(history) - 2 * rig.config.block_size
+
+
+async def test_what_a_run_took_ahead_is_reported_free() -> None:
+    async with RunRig(10.0, native_drafter()) as rig:
+        told: list[tuple[int, int, int]] = []
+        sequence, generation = rig.submit(PROMPT, 300, stopping={"ignore_eos": True})
+
+        def look() -> None:
+            computed = rig.blocks.total_blocks - -(-(len(sequence.tokens) - 1) // rig.config.block_size)
+            told.append((rig.loop.load().free_blocks, computed, rig.blocks.free_blocks))
+
+        rig.loop.observers.append(look)
+        await generation.ended.wait()
+        in_run = [(free, computed) for free, computed, really_free in told if really_free < computed - 1]
+        assert in_run, "a look during a run"
+        assert all(abs(free - computed) <= 1 for free, computed in in_run)
+
+
+async def test_a_drafter_that_fails_beside_a_run_lives_as_long_as_it() -> None:
+    runs = []
+
+    class Failing(NativeDrafter):
+        def learn(self) -> None:
+            if runs:
+                raise RuntimeError("learning failed")
+
+    drafter: Any = native_drafter()
+    drafter.__class__ = Failing
+    gone = weakref.ref(drafter)
+    async with RunRig(10.0, drafter) as rig:
+        del drafter
+        alive = []
+        decode = rig.runner.model.decode  # type: ignore[attr-defined]
+
+        def slowly(*arguments: Any) -> Any:
+            runs.append(1)
+            time.sleep(0.05)  # the event loop has it learn meanwhile
+            gc.collect()
+            alive.append(gone() is not None)
+            return decode(*arguments)
+
+        rig.runner.model.decode = slowly  # type: ignore[attr-defined]
+        _, generation = rig.submit(PROMPT, 60, stopping={"ignore_eos": True})
+        await asyncio.wait_for(generation.ended.wait(), 10)
+        assert len(generation.token_ids) == 60 and alive[0]
+        assert not rig.colocated.can_run  # type: ignore[union-attr]
+
+
+class Silent:
+    """A speculator that never answers."""
+
+    def assign(self, *_: object) -> None: ...
+
+    def commit(self, *_: object) -> None: ...
+
+    def features(self, *_: object) -> None: ...
+
+    def release(self, *_: object) -> None: ...
+
+
+async def test_a_silent_speculator_ends_no_runs_for_good() -> None:
+    async with RunRig(RUN_S, native_drafter()) as rig:
+        rig.loop.attach("silent", ("x",), Silent(), wants_top_tokens=False)
+        _, generation = rig.submit(PROMPT, 400, temperature=1.2, stopping={"ignore_eos": True})
+        await asyncio.wait_for(generation.ended.wait(), 10)
+        assert sum(len(each.token_ids) for run in rig.executor.runs for each in run.ran.sequences) > 300
+
+
+async def test_an_ask_of_a_planned_step_is_answered_by_the_run_after_it() -> None:
+    async with RunRig(RUN_S, native_drafter()) as rig:
+        sequence, generation = rig.submit(PROMPT, 400, temperature=1.2, stopping={"ignore_eos": True})
+        await until(lambda: len(generation.token_ids) > 3)
+        seat = rig.desk._seats[sequence][0]
+        rig.desk._asking._choose = lambda speculator: None  # type: ignore[method-assign]
+        seat.eager = False
+        seat.speculator.asked[seat.handle] = time.monotonic()
+        before = len(generation.token_ids)
+        await until(lambda: len(generation.token_ids) > before + 50)
+        assert not seat.waits
+        rig.loop.cancel(sequence)
+
+
+async def session(rig: RunRig, name: str, tokens: int) -> tuple[list[int], Generation]:
+    """A first turn of a session; its tokens and what came."""
+    sequence, generation = rig.submit(PROMPT, tokens, stopping={"ignore_eos": True}, session=name)
+    await generation.ended.wait()
+    return list(sequence.tokens), generation
+
+
+def test_kv_that_is_lost_while_it_is_fetched_is_not_decoded_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix comes back from host memory, or does not."""
+    runner = ModelRunner(NativeModel(random_model(Sizes())), 12, 4, tiers=TierBytes(host=1 << 20))
+
+    def compute(seq_id: int, tokens: list[int]) -> None:
+        runner.blocks.add(seq_id, tokens, "tenant")
+        runner.blocks.reserve(seq_id, len(tokens))
+        runner.forward([SequenceRows.from_chain(seq_id, tokens, ())])
+        runner.commit(seq_id, range(len(tokens)))
+        runner.blocks.free(seq_id)
+
+    tokens = [7 * i % 200 for i in range(17)]
+    compute(1, tokens[:16])
+    compute(2, list(range(40)))  # pushes the first out
+    assert runner.blocks.add(3, tokens, "tenant") == 16
+
+    def fail(copy: object) -> None:
+        raise OSError("i/o error")
+
+    monkeypatch.setattr(runner._storage, "copy", fail)
+    runner.blocks.reserve_ahead({3: 4})
+    described = [RunSequence(17, tokens[-1], 3, (), temperature=1.5)]
+    with pytest.raises(ValueError, match="lost"):
+        runner.decode([3], described, RunTerms(VOCAB, 8, {1: 1.0}, max_steps=2), lambda *_: (-1, False))
+    runner.blocks.check_integrity()

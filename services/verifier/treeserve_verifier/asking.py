@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from treeserve_core.proposal import DraftProposal
@@ -147,7 +147,7 @@ class Asking:
             self._echoes[seat.sequence].proved()
         self._reconsider(seat)
 
-    def judge_all(self, seat: Seat, trees: Iterable[tuple[float, int]], now: float) -> None:
+    def judge_all(self, seat: Seat, trees: SequenceOf[tuple[float, int]], now: float) -> None:
         """Trees for the sequence were drafted, verified and followed to their ends without being asked for here.
 
         Args:
@@ -163,7 +163,7 @@ class Asking:
                 self._echoes[seat.sequence].proved()
         if seat.probed:
             seat.probed = False
-            self._put_off(speculator, speculator.tree_s, now)
+            self._put_off(speculator, speculator.tree_s * len(trees), now)
         self._reconsider(seat)
 
     def _put_off(self, speculator: Speculator, took_s: float, now: float) -> None:

@@ -98,6 +98,7 @@ class ColocatedOutbox:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter: Drafter | None = drafter  # None after it failed
         self._desk: DraftDesk | None = None
+        self._in_run: Drafter | None = None  # kept for a run, which has but its address
         self._speculator: Speculator | None = None
 
     def attach(self, desk: DraftDesk) -> None:
@@ -124,15 +125,22 @@ class ColocatedOutbox:
         """Whether the drafter does."""
         return self._drafter is not None and self._drafter.wants_top_tokens
 
+    @property
+    def can_run(self) -> bool:
+        """Whether native code can call the drafter."""
+        return isinstance(self._drafter, RunDrafter)
+
     def begin_run(self, handles: SequenceOf[int]) -> DrafterCalls | None:
-        """What a run of steps calls for these sequences; None if native code can call nothing."""
+        """What a run of steps calls for these sequences; None if the drafter has failed."""
         calls: list[DrafterCalls] = []
-        if isinstance(self._drafter, RunDrafter):
+        self._in_run = self._drafter
+        if self.can_run:
             self._call(lambda drafter: calls.append(cast(RunDrafter, drafter).begin_run(handles)))
         return calls[0] if calls else None
 
     def end_run(self, ran: Ran) -> None:
         """Such a run is over."""
+        self._in_run = None
 
         def note(drafter: Drafter) -> None:
             cast(RunDrafter, drafter).end_run(ran.num_trees, ran.num_empty_trees, ran.draft_s)

@@ -22,7 +22,6 @@ from treeserve_core.outcome import FinishReason, PositionLogProbs, SpeculationSt
 from treeserve_engine.accept import is_replayed
 from treeserve_kernels.cpu.decode_run import Ran, RanSequence, RunSequence, RunTerms
 from treeserve_kernels.cpu.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
-from treeserve_kernels.cpu.structures import DrafterCalls
 from treeserve_verifier.colocated import ColocatedOutbox
 from treeserve_verifier.drafting import DraftDesk
 from treeserve_verifier.planner import StepPlanner
@@ -33,7 +32,7 @@ from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.top_tokens import TOP_TOKENS
 
 _MOST_STEPS = 64
-_POSITIONS = 4  # of KV that a step takes at most, usually
+_MARGIN = 1.25  # tokens may come a little faster than so far
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,8 @@ class RunPlanner:
         running = self._scheduler.running
         if not self._can_run or not 0 < len(running) <= self._planner.step_rows:
             return False
-        return all(map(self._may_run, running)) and not self._desk.expects_trees(running)
+        drafts = self._colocated is not None and self._colocated.can_run
+        return all(map(self._may_run, running)) and not self._desk.expects_trees(running, drafts)
 
     def plan(self, stop: ctypes.c_int32) -> RunPlan | None:
         """A run of all sequences that run, if there is room for its KV. Only where `may_run`.
@@ -157,23 +157,18 @@ class RunPlanner:
         Args:
             stop: no further step of the run begins once it is not 0.
         """
-        running = self._scheduler.running
-        seats = self._desk.before_run(running)
-        calls: DrafterCalls | None = None
-        if seats:
-            assert self._colocated is not None  # whose seats these are
-            calls = self._colocated.begin_run([seat.handle for seat in seats.values()])
-            if calls is None:
-                return None
         sequences = self._scheduler.begin_run(self._positions)
         if sequences is None:
             return None
+        seats, calls = self._desk.before_run(sequences), None
+        if seats and self._colocated is not None:
+            calls = self._colocated.begin_run([seat.handle for seat in seats.values()])
         wants_top = self._colocated is not None and self._colocated.wants_top_tokens
         terms = RunTerms(
             vocab_size=self._vocab_size,
             step_rows=self._planner.step_rows,
             cost_table=self._planner.cost_table,
-            node_price=self._planner.prices(len(running)).node,
+            node_price=self._planner.prices(len(sequences)).node,
             drafter=calls,
             top_tokens=TOP_TOKENS if wants_top else 0,
             max_steps=_MOST_STEPS,
@@ -196,10 +191,10 @@ class RunPlanner:
 
     def _positions(self, sequence: Sequence) -> int:
         """KV positions to reserve: the run ends where they do."""
-        step_s = len(self._scheduler.running) * self._planner.prices(len(self._scheduler.running)).token_s
-        steps = min(_MOST_STEPS, 1 + math.ceil(self._run_s / step_s))
-        nodes = self._planner.most_nodes(sequence, len(self._scheduler.running))
-        return min(sequence.max_len - len(sequence.tokens), _POSITIONS * steps + nodes)
+        running = len(self._scheduler.running)
+        steps = min(_MOST_STEPS, 1 + math.ceil(self._run_s / (running * self._planner.prices(running).token_s)))
+        emitted = math.ceil(_MARGIN * max(1.0, sequence.stats.acceptance_length) * steps)
+        return min(sequence.max_len - len(sequence.tokens), emitted + self._planner.draft_budget(sequence, running))
 
     def _described(self, sequence: Sequence, seat: Seat | None, now: float) -> RunSequence:
         sampling, promise = sequence.submission.sampling, sequence.promise

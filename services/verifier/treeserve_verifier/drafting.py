@@ -187,10 +187,20 @@ class DraftDesk:
             if seat.asks and (not seat.waits or len(sequence.tokens) - seat.told_len >= _UNANSWERED):
                 self._ask(seat)
 
-    def expects_trees(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether trees for them come, or are to come, from outside this process."""
+    def expects_trees(self, sequences: SequenceOf[Sequence], runs_draft: bool) -> bool:
+        """Whether trees for them come, or are to come, from anybody that a run of steps does not call.
+
+        Args:
+            runs_draft: whether it calls the drafter in this process.
+        """
+        now = self._clock()
         seats = (seat for sequence in sequences for seat in self._seats.get(sequence, ()))
-        return any(not s.speculator.is_colocated and (s.asks or s.waits or s.tree is not None) for s in seats)
+        others = (seat for seat in seats if not (runs_draft and seat.speculator.is_colocated))
+        return any(
+            seat.tree is not None
+            or ((seat.asks or seat.waits) and not seat.speculator.is_silent(now, self._max_wait_s))
+            for seat in others
+        )
 
     def before_run(self, sequences: SequenceOf[Sequence]) -> dict[Sequence, Seat]:
         """A run of steps is to decode these sequences: the seats of a drafter in this process that is to draft."""
@@ -198,7 +208,7 @@ class DraftDesk:
         drafted: dict[Sequence, Seat] = {}
         for sequence in sequences:
             for seat in self._seats.get(sequence, ()):
-                if seat.speculator.is_colocated and seat.asks and self._asking.may_draft(seat):
+                if seat.speculator.is_colocated and (seat.waits or (seat.asks and self._asking.may_draft(seat))):
                     drafted[sequence] = seat
         for seat in drafted.values():
             self._tell(seat)

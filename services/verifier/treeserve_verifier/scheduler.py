@@ -9,7 +9,7 @@ from treeserve_core.errors import HandedBackError, OverloadedError
 from treeserve_core.outcome import SpeculationStats, VerifyOutcome
 from treeserve_core.sampling import ServiceClass
 from treeserve_core.tree import TokenTree
-from treeserve_engine.block_manager import BlockManager, OutOfBlocksError
+from treeserve_engine.block_manager import BlockManager
 from treeserve_verifier.calibration import Calibrator
 from treeserve_verifier.config import VerifierConfig
 from treeserve_verifier.kv_room import KvRoom
@@ -60,6 +60,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._in_step: frozenset[Sequence] = frozenset()
+        self._ahead = 0  # blocks that a run took for what its sequences may emit
         self._ranking = Ranking(config.ageing_s)
         self.calibrator = Calibrator()
         self._gaps_s: list[float] = []
@@ -91,14 +92,14 @@ class Scheduler:
     def capacity(self) -> int:
         """Sequences that can run at once: all places, or as many as KV is there for if all are like those that run."""
         places = self._config.max_sequences + self._config.reserved_sequences
-        held = self._blocks.total_blocks - self._blocks.free_blocks
+        held = self._blocks.total_blocks - self.free_blocks
         fitting = len(self._running) * self._blocks.total_blocks // held if held else places
         return min(places, max(fitting, 1))
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no sequence holds."""
-        return self._blocks.free_blocks
+        """KV blocks that no sequence holds; what a run of steps took ahead is taken for free."""
+        return self._blocks.free_blocks + self._ahead
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -206,28 +207,25 @@ class Scheduler:
             positions: KV positions that a sequence should have.
 
         Returns:
-            Those sequences, the most urgent first; None if blocks are short, or one has nothing to emit.
+            Those sequences, the most urgent first; None if blocks are short.
         """
-        reserved: list[int] = []
-        try:
-            for sequence in self._running:
-                self._blocks.reserve(sequence.seq_id, positions(sequence), whole_blocks=True)
-                reserved.append(sequence.seq_id)
-        except OutOfBlocksError:
-            for seq_id in reserved:
-                self._blocks.rollback(seq_id)
-            return None
         now = self._clock()
-        self._in_step = frozenset(self._running)
-        for sequence in self._running:
+        sequences = self._ranking.in_order(self._running, now)
+        taken = self._blocks.reserve_ahead({sequence.seq_id: positions(sequence) for sequence in sequences})
+        if taken is None:
+            return None
+        self._ahead = taken
+        self._in_step = frozenset(sequences)
+        for sequence in sequences:
             sequence.wait.end(now)
-        return self._ranking.in_order(self._running, now)
+        return sequences
 
     def settle_run(
         self, sequence: Sequence, outcome: VerifyOutcome, stats: SpeculationStats, error: Exception | None
     ) -> bool:
         """Take what a run did to a sequence, as `settle` and `settle_failed` do. False if it goes on no more."""
         self._in_step -= {sequence}
+        self._ahead = 0
         if sequence.cancelled:
             self._remove(sequence)
             return False
