@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import math
 import random
 import time
 import weakref
@@ -39,7 +40,7 @@ def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
         {},
-        {"temperature": 0.9, "seed": 7},
+        {"temperature": 30.0, "seed": 7},  # of a model that is very sure of itself
         {"temperature": 1e-3, "seed": 1},
         {"stopping": {"stop_token_ids": (11, 37)}},
         {"stopping": {"min_tokens": 5}},
@@ -48,8 +49,8 @@ def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
         {"limits": SequenceLimits(max_nodes=0)},
         {"limits": SequenceLimits(tpot_ms=3.0, ttft_ms=50.0)},
         {"generated": (4, 8, 15)},
-        {"temperature": 0.8, "seed": 3, "top_p": 0.8},
-        {"temperature": 0.9, "seed": 4, "top_k": 9, "min_p": 0.01, "presence_penalty": 0.5},
+        {"temperature": 20.0, "seed": 3, "top_p": 0.8},
+        {"temperature": 20.0, "seed": 4, "top_k": 9, "min_p": 0.01, "presence_penalty": 0.5},
         {"temperature": 2.0**-200, "seed": 1},
         {"repetition_penalty": 1.3},
         {"top_log_probs": 2},
@@ -364,6 +365,10 @@ async def test_a_drafter_that_fails_beside_a_run_lives_as_long_as_it() -> None:
     runs = []
 
     class Failing(NativeDrafter):
+        def begin_run(self, handles: Any) -> Any:
+            runs.append(1)
+            return super().begin_run(handles)
+
         def learn(self) -> None:
             if runs:
                 raise RuntimeError("learning failed")
@@ -377,8 +382,8 @@ async def test_a_drafter_that_fails_beside_a_run_lives_as_long_as_it() -> None:
         decode = rig.runner.model.decode  # type: ignore[attr-defined]
 
         def slowly(*arguments: Any) -> Any:
-            runs.append(1)
             time.sleep(0.05)  # the event loop has it learn meanwhile
+            assert not rig.colocated.can_run  # type: ignore[union-attr]
             gc.collect()
             alive.append(gone() is not None)
             return decode(*arguments)
@@ -410,18 +415,38 @@ async def test_a_silent_speculator_ends_no_runs_for_good() -> None:
         assert sum(len(each.token_ids) for run in rig.executor.runs for each in run.ran.sequences) > 300
 
 
+async def test_the_first_planned_step_after_runs_has_a_tree() -> None:
+    """A newcomer's prompt is planned, and the tree for the other was drafted by nobody yet."""
+    async with RunRig(10.0, native_drafter()) as rig:
+        sequence, generation = rig.submit(PROMPT, 450, stopping={"ignore_eos": True})
+        await until(lambda: len(generation.token_ids) > 0)
+        planned: list[int] = []
+        run = rig.executor.run
+
+        async def look(plan: Any, *rest: Any) -> Any:
+            planned.extend(p.rows for p in plan.sequences if p.sequence is sequence)
+            return await run(plan, *rest)
+
+        rig.executor.run = look  # type: ignore[method-assign]
+        before = len(rig.executor.runs)
+        rig.submit([3, 4, 5], 2)
+        await until(lambda: bool(planned))
+        assert len(rig.executor.runs) > before and planned[0] > 1
+
+
 async def test_an_ask_of_a_planned_step_is_answered_by_the_run_after_it() -> None:
-    async with RunRig(RUN_S, native_drafter()) as rig:
-        sequence, generation = rig.submit(PROMPT, 400, temperature=1.2, stopping={"ignore_eos": True})
-        await until(lambda: len(generation.token_ids) > 3)
-        seat = rig.desk._seats[sequence][0]
-        rig.desk._asking._choose = lambda speculator: None  # type: ignore[method-assign]
-        seat.eager = False
-        seat.speculator.asked[seat.handle] = time.monotonic()
-        before = len(generation.token_ids)
-        await until(lambda: len(generation.token_ids) > before + 50)
-        assert not seat.waits
-        rig.loop.cancel(sequence)
+    """Also where the sequence is asked for no more: or else it would wait as long as runs go on."""
+    rig = RunRig(RUN_S, native_drafter())
+    sequence, _ = rig.submit(PROMPT)
+    for admitted in rig.scheduler.admit():
+        rig.desk.open(admitted)
+    seat = rig.desk._seats[sequence][0]
+    seat.eager, seat.speculator.probe_at = False, math.inf
+    assert rig.desk.before_run([sequence]) == {}
+    seat.speculator.ask(seat.handle, time.monotonic())
+    assert rig.desk.before_run([sequence]) == {sequence: seat}
+    rig.desk.ran(sequence, len(sequence.tokens), seat)
+    assert not seat.waits
 
 
 async def session(rig: RunRig, name: str, tokens: int) -> tuple[list[int], Generation]:
