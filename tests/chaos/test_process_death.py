@@ -18,7 +18,7 @@ from treeserve_cli.layout import ClusterConfig
 from treeserve_client import Client, Completion, Model
 
 PROMPT = "Repeat after me: one potato, two potato, three potato, four. One potato, two potato,"
-REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
+REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
 TOKENS_BEFORE_DEATH = 8
 # Each death has seeds of its own: a request that was drafted before is remembered, and over before anything dies.
 SPECULATOR, VERIFIER, REDIS, ROUTER = (range(first, first + 4) for first in (0, 4, 8, 12))

@@ -207,8 +207,7 @@ class Bench:
     ) -> Ran:
         """One run, whose tokens are those of plain decoding."""
         running = range(len(self.live)) if only is None else only
-        for seq_id in running:
-            self.runner.blocks.reserve(seq_id, positions, whole_blocks=True)
+        self.runner.blocks.reserve_ahead(dict.fromkeys(running, positions))
         of_each = [self._described(seq_id, drafter) for seq_id in running]
         if drafter is not None:
             drafter.tokens |= {seq_id: list(self.live[seq_id].tokens) for seq_id in running}
