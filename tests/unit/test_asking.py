@@ -191,9 +191,9 @@ def test_what_drafts_here_must_pay_for_each_sequence() -> None:
     for _ in range(4):
         bench.open(make_sequence())
     assert (bench.eager(here), bench.eager(there)) == (0, 4), (
-        "0.45 tokens at half of 4 ms are worth 0.9 ms, and a third of what it takes each time counts 1.5 times"
+        "0.45 tokens at half of 4 ms are worth 0.9 ms, and what it takes each time counts 1.5 times"
     )
-    here.tree_s = 0.0017
+    here.tree_s = 0.00055
     bench.open(make_sequence())
     assert bench.eager(here) == 5
 

@@ -2,8 +2,8 @@
 
 Where a step takes a few milliseconds, planning it, drafting for it and settling it in Python takes a good part of that.
 A model that can (`RunModel`) decodes on by itself instead, with the drafter of this process, as long as nothing happens
-that the event loop should look at. The tokens are the same, and so is what a step costs, drafts and verifies: the
-native code follows `planner`, `selection` and `calibration`, and tests compare the two.
+that the event loop should look at. The tokens are the same, and so is what a step drafts and verifies: the native code
+follows `planner`, `selection` and `calibration`, and tests compare the two.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ _PRIOR_SMOOTHING = 0.05  # the last twenty trees of sequences that were not chos
 _YOUNG = 16  # trees that met things for the first time, and took longer than others will: the least of them counts
 _MOST_SURPRISE = 3.0  # of what was expected: a stall is no cost
 _READ_UNIT = 32.0  # tokens whose reading is learned as fast as what a tree takes
-# Of what drafting here takes: the price of rows has it already, so this is but the margin that a tree must be worth.
-_UNPRICED = 1.0 / 3.0
 _FURTHER = 0.15  # what a further tree of the same moment takes of a speculator, in parts of the first
 
 
@@ -108,9 +106,8 @@ class Speculator:
         self._told += told
 
     def cost_s(self, trees: int) -> float:
-        """What asking for so many trees at once takes, as far as the price of rows does not have it already."""
-        first_s = self.tree_s * _UNPRICED if self.is_colocated else self.tree_s
-        return first_s + self.further_s * (trees - 1)
+        """What asking for so many trees at once takes."""
+        return self.tree_s + self.further_s * (trees - 1)
 
     @property
     def is_young(self) -> bool:
@@ -119,8 +116,8 @@ class Speculator:
 
     @property
     def further_s(self) -> float:
-        """What one more tree beside others takes, likewise."""
-        return self.tree_s * (_UNPRICED if self.is_colocated else _FURTHER)
+        """What one more tree beside others takes: of what drafts here, one after the other, as much as the first."""
+        return self.tree_s if self.is_colocated else self.tree_s * _FURTHER
 
     def surprised(self, right: int) -> None:
         """So many tokens came true of a tree of a sequence that was not chosen for what its trees save."""
