@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 # What between them reaches every kernel and every check, on every instruction set.
 TESTS = (
     "test_cpu_linear.py", "test_cpu_boundary.py", "test_cpu_decoder.py", "test_cpu_hidden.py", "test_cpu_kv_blocks.py",
-    "test_cpu_sampling.py", "test_cpu_decode_run.py",
+    "test_cpu_sampling.py", "test_cpu_node_choice.py", "test_cpu_decode_run.py", "test_cpu_decode_run_ends.py",
+    "test_cpu_decode_run_refusals.py",
 )  # fmt: skip
 
 

@@ -211,7 +211,8 @@ class DraftDesk:
                 if seat.speculator.is_colocated and (seat.waits or (seat.asks and self._asking.may_draft(seat))):
                     drafted[sequence] = seat
         for seat in drafted.values():
-            self._tell(seat)
+            if seat.told_len < len(seat.sequence.tokens):
+                self._tell(seat, 0)
         return drafted
 
     def ran(
@@ -306,27 +307,20 @@ class DraftDesk:
         """Ask for a tree, unless none would pay."""
         if not self._asking.may_ask(seat):
             return
-        new, top_token_ids = tuple(seat.sequence.tokens[seat.told_len :]), tuple(seat.top_token_ids)
-        if seat.told_len == 0:
-            seat.speculator.outbox.assign(seat.handle, seat.sequence, seat.budget)
-        else:
-            notice = CommitNotice(seat.handle, seat.told_len, new, seat.budget, top_token_ids)
-            seat.speculator.outbox.commit(notice)
-        self._told(seat)
-        seat.top_token_ids.clear()
+        told = len(seat.sequence.tokens) - seat.told_len
+        self._tell(seat, seat.budget)
         seat.known = 0
         seat.asked_at = self._clock()
-        seat.speculator.ask(seat.handle, seat.asked_at, len(new))
+        seat.speculator.ask(seat.handle, seat.asked_at, told)
         self.asks += 1
 
-    def _tell(self, seat: Seat) -> None:
-        """Tell a speculator in this process what it does not know of a sequence, without asking for a tree."""
-        new = tuple(seat.sequence.tokens[seat.told_len :])
+    def _tell(self, seat: Seat, budget: int) -> None:
+        """Tell a speculator what it does not know of a sequence; a budget above 0 asks for a tree."""
+        new, top_token_ids = tuple(seat.sequence.tokens[seat.told_len :]), tuple(seat.top_token_ids)
         if seat.told_len == 0:
-            seat.speculator.outbox.assign(seat.handle, seat.sequence, 0)
-        elif new:
-            top_token_ids = tuple(seat.top_token_ids)
-            seat.speculator.outbox.commit(CommitNotice(seat.handle, seat.told_len, new, 0, top_token_ids))
+            seat.speculator.outbox.assign(seat.handle, seat.sequence, budget)
+        else:
+            seat.speculator.outbox.commit(CommitNotice(seat.handle, seat.told_len, new, budget, top_token_ids))
         self._told(seat)
         seat.top_token_ids.clear()
 
