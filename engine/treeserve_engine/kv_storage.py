@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeserve_core.errors import InvalidArgumentError
-from treeserve_engine.huge_pages import huge_buffer
 from treeserve_engine.interface import Kv
-from treeserve_engine.kv_tiers import POOL, BlockCopy, TierSize
+from treeserve_engine.kv_tiers import POOL, BlockCopy, Place, TierSize
 
 _TRIALS = 3
 
@@ -43,24 +45,27 @@ class _Tier(Protocol):
     def read(self, slot: int) -> Block:
         """The block in a slot, valid until the next call."""
 
-    def write(self, slot: int, block: Block) -> None:
-        """Put a block into a slot."""
+    def write(self, slot: int, fill: Callable[[Block], object]) -> None:
+        """Have a slot filled: `fill` writes all of a block."""
 
     def forget_pages(self) -> None:
         """Have the next read take as long as one of a block that was not used for long."""
 
 
 class _HostTier:
+    """Memory that is taken as it fills, while steps wait: of ordinary pages, as huge ones take far longer to find."""
+
     def __init__(self, slots: int, block_nbytes: int) -> None:
         self.slots = slots
-        self._blocks = huge_buffer(slots * block_nbytes).reshape(slots, block_nbytes)
+        memory = mmap.mmap(-1, slots * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._blocks = np.frombuffer(memory, np.uint8).reshape(slots, block_nbytes)
 
     def read(self, slot: int) -> Block:
         block: Block = self._blocks[slot]
         return block
 
-    def write(self, slot: int, block: Block) -> None:
-        self._blocks[slot] = block
+    def write(self, slot: int, fill: Callable[[Block], object]) -> None:
+        fill(self._blocks[slot])
 
     def forget_pages(self) -> None:
         pass
@@ -85,8 +90,9 @@ class _DiskTier:
             raise OSError("the KV file is cut short")
         return self._buffer
 
-    def write(self, slot: int, block: Block) -> None:
-        if os.pwritev(self._file, [block.data], slot * len(self._buffer)) != len(self._buffer):
+    def write(self, slot: int, fill: Callable[[Block], object]) -> None:
+        fill(self._buffer)
+        if os.pwritev(self._file, [self._buffer.data], slot * len(self._buffer)) != len(self._buffer):
             raise OSError("a block was written in part")
 
     def forget_pages(self) -> None:
@@ -103,7 +109,6 @@ class TierStorage:
 
     def __init__(self, kv: Kv, tiers: TierBytes) -> None:
         self._kv = kv
-        self._buffer = np.empty(kv.block_nbytes, np.uint8)
         host, disk = tiers.host // kv.block_nbytes, tiers.disk // kv.block_nbytes
         self._tiers: list[_Tier] = []
         if host:
@@ -121,19 +126,22 @@ class TierStorage:
         Raises:
             OSError: if the disk fails. Nothing can be said of the destination then.
         """
-        if copy.src.tier == POOL:
-            block = self._buffer
-            self._kv.save(copy.src.slot, block)
-        else:
-            block = self._tiers[copy.src.tier - 1].read(copy.src.slot)
         if copy.dst.tier == POOL:
-            self._kv.load(copy.dst.slot, block)
+            self._kv.load(copy.dst.slot, self._read(copy.src))
         else:
-            self._tiers[copy.dst.tier - 1].write(copy.dst.slot, block)
+            self._tiers[copy.dst.tier - 1].write(copy.dst.slot, partial(self._save, copy.src))
+
+    def _save(self, src: Place, block: Block) -> None:
+        if src.tier == POOL:
+            self._kv.save(src.slot, block)
+        else:
+            np.copyto(block, self._read(src))
+
+    def _read(self, src: Place) -> Block:
+        return self._tiers[src.tier - 1].read(src.slot)
 
     def _restore_ms(self, tier: _Tier) -> float:
-        self._kv.save(0, self._buffer)
-        tier.write(0, self._buffer)
+        tier.write(0, partial(self._kv.save, 0))
         times = []
         for _ in range(_TRIALS):
             tier.forget_pages()
