@@ -211,25 +211,27 @@ class BlockManager:
             sequence.table += [self._pool.take() for _ in range(missing)]
             sequence.reserved = n
 
-    def reserve_ahead(self, wanted: Mapping[int, int]) -> int | None:
+    def reserve_ahead(self, wanted: Mapping[int, int], needed: Mapping[int, int] | None = None) -> int | None:
         """Take blocks for steps in a row, and reserve all positions in them. Ended as what `reserve` does.
 
         Args:
             wanted: KV positions by seq_id, at least one each; those who come first come first where blocks are short.
+            needed: how many of them a sequence must get, if that is more than one.
 
         Returns:
-            How many blocks it took: for a position of each sequence, and beyond as far as none is under a lease. None
-            if too few are free for that; nothing has changed then.
+            How many blocks it took: for what each sequence needs, and beyond as far as none is under a lease. None if
+            too few are free for that; nothing has changed then.
         """
         with self._lock:
             sequences = {self._sequences[seq_id]: n for seq_id, n in wanted.items()}
             if any(sequence.reserved is not None for sequence in sequences):
                 raise RuntimeError("a sequence has a reservation already")
-            least = {sequence: self._missing(sequence, 1) for sequence in sequences}
-            needed = sum(least.values())
-            if needed > self._pool.free_blocks:
+            needed = needed or {}
+            least = {self._sequences[i]: self._missing(self._sequences[i], needed.get(i, 1)) for i in wanted}
+            total = sum(least.values())
+            if total > self._pool.free_blocks:
                 return None
-            spare = max(0, self._pool.unleased_blocks - needed)
+            spare = max(0, self._pool.unleased_blocks - total)
             taken = 0
             for sequence, n in sequences.items():
                 more = min(self._missing(sequence, n) - least[sequence], spare)

@@ -127,7 +127,8 @@ class ModelRunner:
                 self.rollback(seq_id)
             raise
         for seq_id, sequence, each in zip(seq_ids, sequences, ran.sequences, strict=True):
-            computed = (sequence.root, *each.token_ids)[: len(each.token_ids)]
+            decoded = (sequence.root, *each.token_ids)[: len(each.token_ids)]
+            computed = sequence.unread[: each.num_read] if sequence.unread else decoded
             self.blocks.commit(seq_id, range(len(computed)), computed)
         return ran
 

@@ -382,10 +382,11 @@ async def test_a_drafter_that_fails_beside_a_run_lives_as_long_as_it() -> None:
         decode = rig.runner.model.decode  # type: ignore[attr-defined]
 
         def slowly(*arguments: Any) -> Any:
-            while rig.colocated.can_run:  # type: ignore[union-attr]
+            while runs and rig.colocated.can_run:  # type: ignore[union-attr]
                 time.sleep(0.001)  # the event loop has it learn meanwhile
-            gc.collect()
-            alive.append(gone() is not None)
+            if runs:
+                gc.collect()
+                alive.append(gone() is not None)
             return decode(*arguments)
 
         rig.runner.model.decode = slowly  # type: ignore[attr-defined]
@@ -416,7 +417,7 @@ async def test_a_silent_speculator_ends_no_runs_for_good() -> None:
 
 
 async def test_the_first_planned_step_after_runs_has_a_tree() -> None:
-    """A newcomer's prompt is planned, and the tree for the other was drafted by nobody yet."""
+    """A newcomer is no replay, and the tree for the other was drafted by nobody yet."""
     async with RunRig(0.0005, native_drafter()) as rig:
         decode = rig.runner.model.decode  # type: ignore[attr-defined]
 
@@ -436,7 +437,8 @@ async def test_the_first_planned_step_after_runs_has_a_tree() -> None:
 
         rig.executor.run = look  # type: ignore[method-assign]
         before = len(rig.executor.runs)
-        rig.submit([3, 4, 5], 2)
+        limits = SequenceLimits(acceptance=Acceptance(AcceptanceRule.MULTI_STEP))
+        rig.submit([3, 4, 5], 2, temperature=0.7, limits=limits)
         await until(lambda: bool(planned))
         assert len(rig.executor.runs) > before and planned[0] > 1
 

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define TS_EXPORT __attribute__((visibility("default")))
-#define TS_ABI_VERSION 6
+#define TS_ABI_VERSION 7
 
 typedef enum TsStatus { TS_OK = 0, TS_INVALID_ARGUMENT = 1, TS_OUT_OF_MEMORY = 2, TS_INTERNAL = 3 } TsStatus;
 typedef enum TsKvType { TS_KV_FLOAT32 = 0, TS_KV_BFLOAT16 = 1, TS_KV_INT8 = 2 } TsKvType;
@@ -103,12 +103,14 @@ typedef struct TsOffer {
 typedef int32_t (*TsChooseToken)(int64_t sequence, const int32_t* token_ids, int32_t count, const float* logits,
                                  int32_t* has_ended);
 
-// A sequence of a run, which has nothing but its root to compute.
+// A sequence of a run. One that decodes has nothing but its root to compute, another its prompt or what is left of it.
 typedef struct TsRunSequence {
     const int32_t* block_table;  // [num_blocks], those reserved included
     const int32_t* end_ids;      // [num_end_ids], tokens that end it
+    const int32_t* unread;       // [num_unread], committed tokens without KV, the root the last of them
     int32_t num_blocks, num_end_ids;
-    int32_t num_tokens;   // committed, the root the last of them; KV of all before it is computed
+    int32_t num_unread;   // 0 for one that decodes
+    int32_t num_tokens;   // committed, the root the last of them; KV of all but the unread or the root is computed
     int32_t root;
     int32_t tokens_left;  // that it may emit, at least 1
     int32_t most_nodes;   // of a tree
@@ -122,13 +124,16 @@ typedef struct TsRunSequence {
     // Written by the run.
     int32_t* token_ids;  // [tokens_left or slots of the blocks, whatever is less]
     int32_t num_emitted;
+    int32_t num_read;  // of the unread
     int32_t has_ended;
     int32_t has_failed;  // its next token could not be chosen
 } TsRunSequence;
 
 typedef struct TsRunStep {
     double forward_ms, step_ms;
+    double attended;  // KV positions that a row without logits attends to, summed over all of them
     int32_t rows;
+    int32_t prefill_rows;  // those of them without logits
 } TsRunStep;
 
 // What a step did to a sequence.
@@ -138,13 +143,16 @@ typedef struct TsRunRecord {
 } TsRunRecord;
 
 // Steps in a row over the same sequences: trees, forward pass, acceptance by replay, KV together, and again. It ends
-// after a step in which a sequence ended or failed, before one for which there is no room, and as told.
+// after a step in which a sequence ended, failed, or came to the end of its unread tokens and emitted the first one;
+// before one for which there is no room; and as told.
 typedef struct TsRun {
     int64_t num_sequences;
     TsRunSequence* sequences;  // [num_sequences], the most urgent first
     TsCosts costs;
     int64_t vocab_size;   // token ids that exist; logits beyond are padding
     int64_t step_rows;    // most rows of a step
+    int64_t unread_rows;  // most unread tokens that a step computes, in the order of the sequences; draft nodes take the
+                          // place of half of them at most
     double node_price;    // that drafters are told
     TsChooseToken choose;
     const TsDrafterCalls* drafter;  // null for none

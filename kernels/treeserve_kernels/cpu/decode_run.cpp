@@ -37,23 +37,35 @@ DecodeRun::DecodeRun(TsDecoder& decoder, TsKvCache& kv, TsRun& run)
     run.draft_seconds = 0.0;
     require(run.num_sequences >= 1, "a run of no sequence");
     require(run.vocab_size >= 1 && run.vocab_size <= num_outputs_, "vocab_size is ", run.vocab_size);
-    require(run.step_rows >= run.num_sequences, run.num_sequences, " sequences in steps of ", run.step_rows, " rows");
     require(run.choose != nullptr, "nobody chooses where logits do not tell");
     require(run.costs.num_stairs >= 1 && run.costs.rows[0] >= 1, "a cost table is empty or begins below one row");
     require(run.top_tokens >= 0 && run.top_tokens <= std::min<int64_t>(kMostTop, run.vocab_size), "top_tokens is ",
             run.top_tokens);
     for (size_t s = 0; s < size(); ++s) {
         TsRunSequence& each = sequence(s);
-        each.num_emitted = each.has_ended = each.has_failed = 0;
+        each.num_emitted = each.num_read = each.has_ended = each.has_failed = 0;
         require(each.num_tokens >= 1 && each.tokens_left >= 1, "sequence ", s, " has no root or nothing to emit");
+        require(each.num_unread >= 0 && each.num_unread <= each.num_tokens, "sequence ", s, " has ", each.num_unread,
+                " unread tokens of ", each.num_tokens);
+        for (int32_t i = 0; i < each.num_unread; ++i)
+            require_index("an unread token of sequence", static_cast<int64_t>(s), each.unread[i], run.vocab_size);
+        require(each.num_unread == 0 || each.unread[each.num_unread - 1] == each.root, "sequence ", s,
+                " has another root than its last unread token");
         require(each.most_nodes >= 0, "sequence ", s, " has trees of ", each.most_nodes, " nodes");
         require(each.temperature == 0.0 || can_draw_at(each.temperature), "sequence ", s, " has temperature ",
                 each.temperature);
         require_index("the root of sequence", static_cast<int64_t>(s), each.root, run.vocab_size);
         for (int32_t i = 0; i < each.num_blocks; ++i)
             require_index("a block of sequence", static_cast<int64_t>(s), each.block_table[i], kv.num_blocks());
+        require(each.num_unread == 0 || run.unread_rows > 0, "sequence ", s, " has unread tokens, and no step computes any");
         blocks_per_sequence_ = std::max<int64_t>(blocks_per_sequence_, each.num_blocks);
+        trees_[s].nodes.assign(1, 0);
+        if (!reads(s)) decoding_.push_back(s);
     }
+    const auto roots = static_cast<int64_t>(decoding_.size());
+    require(run.unread_rows >= 0 && run.step_rows - roots >= run.unread_rows, roots, " roots and ", run.unread_rows,
+            " unread tokens in steps of ", run.step_rows, " rows");
+    room_ = run.step_rows - roots - run.unread_rows;
     block_tables_.assign(size() * static_cast<size_t>(blocks_per_sequence_), -1);
     for (size_t s = 0; s < size(); ++s)
         std::copy_n(sequence(s).block_table, sequence(s).num_blocks,
@@ -69,10 +81,14 @@ bool DecodeRun::may_go_on() const {
     return !__atomic_load_n(run_.stop, __ATOMIC_RELAXED) && seconds_since(began_) < run_.max_seconds;
 }
 
-// Positions for draft nodes, beside the root's; negative if there is none for that.
-int64_t DecodeRun::kv_room(size_t s) const {
-    return sequence(s).num_blocks * kv_.block_size() - sequence(s).num_tokens;
+// KV positions, before the present step.
+int64_t DecodeRun::computed(size_t s) const {
+    const TsRunSequence& each = sequence(s);
+    return each.num_tokens - (reads(s) ? each.num_unread - each.num_read : 1);
 }
+
+// Positions beyond the next one; negative if there is none for that.
+int64_t DecodeRun::kv_room(size_t s) const { return sequence(s).num_blocks * kv_.block_size() - computed(s) - 1; }
 
 int64_t DecodeRun::slot(const TsRunSequence& each, int64_t position) const {
     const int64_t size = kv_.block_size();
@@ -92,12 +108,14 @@ bool DecodeRun::step() {
     TsRunRecord* records = run_.records + run_.num_steps * run_.num_sequences;
     if (!draft()) return false;
     choose_nodes();
+    choose_unread();
     lay_out();
     forward(step);
     bool goes_on = true;
     for (size_t s = 0; s < size(); ++s) {
         accept(s, records[s]);
         goes_on &= !sequence(s).has_ended && !sequence(s).has_failed;
+        goes_on &= !reads(s) || sequence(s).num_read < sequence(s).num_unread;
     }
     if (!moved_from_.empty()) kv_.move(static_cast<int64_t>(moved_from_.size()), moved_from_.data(), moved_to_.data());
     ++run_.num_steps;
@@ -129,7 +147,7 @@ bool DecodeRun::draft_tree(size_t s) {
     TsDraftTree& drafted = trees_[s].drafted;
     static constexpr int32_t kNoParent = -1;
     drafted = {&each.root, &kNoParent, nullptr, nullptr, 1, each.num_tokens};
-    if (run_.drafter == nullptr || each.handle < 0 || each.tokens_left <= 1) return true;
+    if (run_.drafter == nullptr || each.handle < 0 || each.tokens_left <= 1 || reads(s)) return true;
     const double pays = std::ceil(2.0 * each.verified) + kSpareNodes;
     const auto most = static_cast<int32_t>(std::min<int64_t>(each.most_nodes, kv_room(s)));
     const int32_t budget = pays < most ? static_cast<int32_t>(pays) : most;
@@ -175,66 +193,105 @@ void DecodeRun::rank(size_t s) {
 
 void DecodeRun::choose_nodes() {
     offers_.clear();
-    for (size_t s = 0; s < size(); ++s) {
+    for (const size_t s : decoding_) {
         const TsRunSequence& each = sequence(s);
         const Tree& tree = trees_[s];
         offers_.push_back({static_cast<int64_t>(tree.ranked.size()), tree.accepted.data(), tree.ranked_depths.data(),
                            each.slack_ms, each.token_ms, each.reserve_ms, each.tokens_left});
     }
-    choice_.choose(run_.costs, offers_, run_.step_rows - run_.num_sequences);
-    for (size_t s = 0; s < size(); ++s) {
-        Tree& tree = trees_[s];
-        tree.nodes.assign(tree.ranked.begin(), tree.ranked.begin() + choice_.counts()[s]);
+    if (!offers_.empty()) choice_.choose(run_.costs, offers_, room_);
+    for (size_t i = 0; i < decoding_.size(); ++i) {
+        Tree& tree = trees_[decoding_[i]];
+        tree.nodes.assign(tree.ranked.begin(), tree.ranked.begin() + choice_.counts()[i]);
         tree.nodes.push_back(0);
         std::sort(tree.nodes.begin(), tree.nodes.end());
+        tree.expected = choice_.expected()[i];
+    }
+}
+
+// A step that verifies draft nodes should take no longer for them.
+void DecodeRun::choose_unread() {
+    int64_t nodes = 0;
+    for (const Tree& tree : trees_) nodes += static_cast<int64_t>(tree.nodes.size()) - 1;
+    int64_t left = std::max((run_.unread_rows + 1) / 2, run_.unread_rows - nodes);
+    for (size_t s = 0; s < size(); ++s) {
+        const TsRunSequence& each = sequence(s);
+        trees_[s].unread = static_cast<int32_t>(
+            reads(s) ? std::min({int64_t{each.num_unread - each.num_read}, kv_room(s) + 1, left}) : 0);
+        left -= trees_[s].unread;
     }
 }
 
 // Rows of all sequences side by side.
 void DecodeRun::lay_out() {
     size_t widest = 0;
-    for (const Tree& tree : trees_) widest = std::max(widest, tree.nodes.size());
+    for (const Tree& tree : trees_) widest = std::max({widest, tree.nodes.size(), static_cast<size_t>(tree.unread)});
     words_per_row_ = (static_cast<int64_t>(widest) + kBitsPerWord - 1) / kBitsPerWord;
     for (std::vector<int64_t>* rows : {&input_ids_, &positions_, &slots_, &logits_indices_}) rows->clear();
     contexts_.clear();
     words_.clear();
     query_offsets_.assign(1, 0);
     node_offsets_.assign(size(), 0);
-    for (size_t s = 0; s < size(); ++s) fill_rows(s);
+    for (size_t s = 0; s < size(); ++s) {
+        Tree& tree = trees_[s];
+        tree.first_row = static_cast<int64_t>(input_ids_.size());
+        tree.first_logits = static_cast<int64_t>(logits_indices_.size());
+        contexts_.push_back(static_cast<int32_t>(computed(s)));
+        reads(s) ? fill_unread(s) : fill_rows(s);
+        query_offsets_.push_back(static_cast<int32_t>(input_ids_.size()));
+    }
 }
 
 void DecodeRun::fill_rows(size_t s) {
-    const TsRunSequence& each = sequence(s);
     Tree& tree = trees_[s];
-    const int64_t context = each.num_tokens - 1;
-    tree.first_row = static_cast<int64_t>(input_ids_.size());
-    tree.parents.assign(1, -1);
-    contexts_.push_back(static_cast<int32_t>(context));
+    tree.parents.clear();
     for (size_t row = 0; row < tree.nodes.size(); ++row) {
         const int32_t node = tree.nodes[row];
-        const int64_t position = context + static_cast<int64_t>(row);  // of its KV
-        input_ids_.push_back(tree.drafted.token_ids[node]);
-        positions_.push_back(context + tree.depths[node]);
-        slots_.push_back(slot(each, position));
-        logits_indices_.push_back(tree.first_row + static_cast<int64_t>(row));
-        const size_t words = words_.size();
-        words_.resize(words + static_cast<size_t>(words_per_row_), 0);
-        if (row > 0) {
-            const auto parent = std::lower_bound(tree.nodes.begin(), tree.nodes.end(), tree.drafted.parents[node]);
-            tree.parents.push_back(static_cast<int32_t>(parent - tree.nodes.begin()));
-            const int64_t above = (tree.first_row + tree.parents.back()) * words_per_row_;
-            std::copy_n(words_.begin() + above, words_per_row_, words_.begin() + static_cast<int64_t>(words));
-        }
-        words_[words + row / kBitsPerWord] |= uint64_t{1} << row % kBitsPerWord;
+        const auto parent = std::lower_bound(tree.nodes.begin(), tree.nodes.end(), tree.drafted.parents[node]);
+        tree.parents.push_back(row == 0 ? -1 : static_cast<int32_t>(parent - tree.nodes.begin()));
+        logits_indices_.push_back(add_row(s, tree.drafted.token_ids[node], computed(s) + tree.depths[node],
+                                          static_cast<int64_t>(row), tree.parents.back()));
     }
-    query_offsets_.push_back(static_cast<int32_t>(input_ids_.size()));
+}
+
+// Those that this step computes: a chain. The last of all has logits.
+void DecodeRun::fill_unread(size_t s) {
+    const TsRunSequence& each = sequence(s);
+    for (int64_t row = 0; row < trees_[s].unread; ++row) {
+        const int64_t at = add_row(s, each.unread[each.num_read + row], computed(s) + row, row, row - 1);
+        if (each.num_read + row + 1 == each.num_unread) logits_indices_.push_back(at);
+    }
+}
+
+// A row of sequence s, under another of its rows; returns its place in the batch.
+int64_t DecodeRun::add_row(size_t s, int32_t token, int64_t position, int64_t row, int64_t parent) {
+    input_ids_.push_back(token);
+    positions_.push_back(position);
+    slots_.push_back(slot(sequence(s), computed(s) + row));
+    const size_t words = words_.size();
+    words_.resize(words + static_cast<size_t>(words_per_row_), 0);
+    if (parent >= 0) {
+        const int64_t above = (trees_[s].first_row + parent) * words_per_row_;
+        std::copy_n(words_.begin() + above, words_per_row_, words_.begin() + static_cast<int64_t>(words));
+    }
+    words_[words + static_cast<size_t>(row / kBitsPerWord)] |= uint64_t{1} << row % kBitsPerWord;
+    return static_cast<int64_t>(input_ids_.size()) - 1;
 }
 
 void DecodeRun::forward(TsRunStep& step) {
-    const auto rows = static_cast<int64_t>(input_ids_.size());
+    const auto rows = static_cast<int64_t>(input_ids_.size()), with_logits = static_cast<int64_t>(logits_indices_.size());
     step.rows = static_cast<int32_t>(rows);
+    step.prefill_rows = static_cast<int32_t>(rows - with_logits);
+    step.attended = 0.0;
+    for (size_t s = 0; s < size(); ++s) {
+        const TsRunSequence& each = sequence(s);
+        const bool is_last = reads(s) && each.num_read + trees_[s].unread == each.num_unread;
+        const int32_t prefilled = trees_[s].unread - (is_last ? 1 : 0);
+        step.attended += prefilled * (static_cast<double>(computed(s)) + prefilled / 2.0);
+    }
     TsBatch batch{};
-    batch.num_rows = batch.num_logits = rows;
+    batch.num_rows = rows;
+    batch.num_logits = with_logits;
     batch.num_sequences = run_.num_sequences;
     batch.blocks_per_sequence = blocks_per_sequence_;
     batch.words_per_row = words_per_row_;
@@ -248,7 +305,7 @@ void DecodeRun::forward(TsRunStep& step) {
     batch.node_offsets = node_offsets_.data();
     batch.ancestor_words = words_.data();
     batch.logits_indices = logits_indices_.data();
-    logits_.reserve(rows * num_outputs_);
+    logits_.reserve(with_logits * num_outputs_);
     const Clock::time_point began = Clock::now();
     decoder_.forward(kv_, batch, {logits_.data(), nullptr, nullptr});
     step.forward_ms = 1e3 * seconds_since(began);
@@ -263,11 +320,13 @@ void DecodeRun::accept(size_t s, TsRunRecord& record) {
     record = {tree.drafted.num_nodes - 1, rows - 1, 0, 0};
     tree.walk.clear();
     tree.top.clear();
+    each.num_read += tree.unread;
+    if (each.num_read < each.num_unread) return;
     const bool tells_top = run_.drafter != nullptr && each.handle >= 0 && run_.top_tokens > 0;
     int32_t row = 0;
     while (row >= 0 && !each.has_ended) {
         int32_t top[kMostTop];
-        const int32_t token = choose_token(s, tree.first_row + row, record.emitted, top);
+        const int32_t token = choose_token(s, tree.first_logits + row, record.emitted, top);
         if (token < 0) {
             each.has_failed = 1;
             break;
@@ -286,7 +345,7 @@ void DecodeRun::accept(size_t s, TsRunRecord& record) {
         for (uint32_t mask = tree.drafted.masks[tree.nodes[row]]; mask; mask &= mask - 1)
             ++run_.accepted_by_source[__builtin_ctz(mask)];
     }
-    learn_acceptance(s, record, choice_.expected()[s]);
+    learn_acceptance(s, record, tree.expected);
     keep(s);
     if (record.emitted == 0) return;
     each.num_emitted += record.emitted;
@@ -296,7 +355,8 @@ void DecodeRun::accept(size_t s, TsRunRecord& record) {
     if (each.token_ms < std::numeric_limits<double>::infinity()) each.slack_ms += record.emitted * each.token_ms;
 }
 
-// The token after a row of sequence s, which emitted `emitted` tokens in this step; negative if there is none.
+// The token after a row with logits of sequence s, which emitted `emitted` tokens in this step; negative if there is
+// none.
 int32_t DecodeRun::choose_token(size_t s, int64_t row, int32_t emitted, int32_t* top) {
     TsRunSequence& each = sequence(s);
     const float* logits = logits_.data() + row * num_outputs_;
@@ -355,6 +415,7 @@ void DecodeRun::keep(size_t s) {
     const TsRunSequence& each = sequence(s);
     const Tree& tree = trees_[s];
     const int64_t context = each.num_tokens - 1;
+    if (reads(s)) return;  // what it read lies where it belongs
     for (size_t i = 0; i < tree.walk.size(); ++i) {
         if (tree.walk[i] == static_cast<int32_t>(i)) continue;
         moved_from_.push_back(slots_[static_cast<size_t>(tree.first_row) + static_cast<size_t>(tree.walk[i])]);

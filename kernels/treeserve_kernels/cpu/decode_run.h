@@ -35,8 +35,10 @@ private:
         std::vector<double> accepted;       // of the ranked ones: what is expected
         std::vector<int32_t> ranked_depths;
         std::vector<int32_t> nodes;         // of the rows, ascending, the root first
+        double expected = 0.0;              // tokens beyond one that they should bring
         std::vector<int32_t> parents;       // rows' parents, as rows of the sequence
-        int64_t first_row;
+        int64_t first_row, first_logits;    // in the batch; of the rows with logits
+        int32_t unread;                     // tokens that this step computes of a sequence that reads
         std::vector<int32_t> walk;          // rows whose logits chose tokens: their KV stays
         std::vector<int32_t> top;           // [walk, top_tokens]
     };
@@ -45,14 +47,19 @@ private:
     size_t size() const { return trees_.size(); }
     bool may_go_on() const;
     bool has_room() const;
+    bool reads(size_t s) const { return sequence(s).num_unread > 0; }
+    int64_t computed(size_t s) const;
     int64_t kv_room(size_t s) const;
     int64_t slot(const TsRunSequence& each, int64_t position) const;
     bool draft();
     bool draft_tree(size_t s);
     void rank(size_t s);
     void choose_nodes();
+    void choose_unread();
     void lay_out();
     void fill_rows(size_t s);
+    void fill_unread(size_t s);
+    int64_t add_row(size_t s, int32_t token, int64_t position, int64_t row, int64_t parent);
     void forward(TsRunStep& step);
     void accept(size_t s, TsRunRecord& record);
     int32_t choose_token(size_t s, int64_t row, int32_t emitted, int32_t* top);
@@ -68,6 +75,8 @@ private:
     Clock::time_point began_ = Clock::now();
     int64_t num_outputs_;
     std::vector<Tree> trees_;
+    std::vector<size_t> decoding_;  // sequences that do, in order
+    int64_t room_ = 0;              // most draft nodes of a step
     std::vector<TsOffer> offers_;
     NodeChoice choice_;
 

@@ -31,13 +31,15 @@ Choose = Callable[[int, Sequence[int], Float32Array], tuple[int, bool]]
 
 @dataclass
 class RunSequence:
-    """A sequence of a run, which has nothing but its root to compute.
+    """A sequence of a run, which has nothing but its root to compute, or its prompt.
 
     Attributes:
         num_tokens: committed tokens, the root the last of them.
         root: the last committed token.
         tokens_left: that it may emit, at least 1.
         end_ids: tokens that end it.
+        unread: committed tokens whose KV is missing, the root the last of them; empty for a root alone. Such a sequence
+            emits one token when they are computed, which ends the run.
         asks: whether all its tokens are chosen by the caller, who says then which of them ends it.
         temperature: 0, or within `sampling.MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
         seed: of the noise, [0, 2^64).
@@ -54,6 +56,7 @@ class RunSequence:
     root: int
     tokens_left: int
     end_ids: Sequence[int]
+    unread: Sequence[int] = ()
     asks: bool = False
     temperature: float = 0.0
     seed: int = 0
@@ -73,6 +76,8 @@ class RunTerms:
     Attributes:
         vocab_size: token ids that exist; logits beyond are padding.
         step_rows: most rows of a step.
+        unread_rows: most unread tokens that a step computes, those of the first sequences first. Draft nodes take the
+            place of half of them at most.
         cost_table: expected milliseconds of a step by its rows, never falling.
         node_price: cost of verifying a draft node, in tokens; drafters are told.
         drafter: None for none.
@@ -86,6 +91,7 @@ class RunTerms:
     vocab_size: int
     step_rows: int
     cost_table: dict[int, float]
+    unread_rows: int = 0
     node_price: float = 0.0
     drafter: c.DrafterCalls | None = None
     top_tokens: int = 0
@@ -96,11 +102,18 @@ class RunTerms:
 
 
 class RunStep(NamedTuple):
-    """How long a step and its forward pass took, and its rows."""
+    """How long a step and its forward pass took, and its rows.
+
+    Attributes:
+        prefill_rows: those without logits.
+        attended: KV positions that such a row attends to, summed over all of them.
+    """
 
     forward_ms: float
     step_ms: float
     rows: int
+    prefill_rows: int
+    attended: float
 
 
 class RunRecord(NamedTuple):
@@ -118,6 +131,7 @@ class RanSequence:
 
     Attributes:
         token_ids: emitted; KV of all but the last, and of the root, is computed and committed.
+        num_read: unread tokens whose KV is computed.
         has_ended: the last token ends it.
         has_failed: its next token could not be chosen.
         records: one for each step.
@@ -125,6 +139,7 @@ class RanSequence:
     """
 
     token_ids: tuple[int, ...]
+    num_read: int
     has_ended: bool
     has_failed: bool
     records: tuple[RunRecord, ...]
@@ -159,7 +174,7 @@ class Ran:
     @classmethod
     def nothing(cls, sequences: Sequence[RunSequence], terms: RunTerms, error: Exception) -> Ran:
         """A run that could not begin."""
-        ran = tuple(RanSequence((), False, False, (), each.calibration, each.verified) for each in sequences)
+        ran = tuple(RanSequence((), 0, False, False, (), each.calibration, each.verified) for each in sequences)
         return cls((), ran, (), 0, 0, 0.0, False, terms.prior, error)
 
 
@@ -194,6 +209,7 @@ def run_decode(
         costs=costs_of(terms.cost_table),
         vocab_size=terms.vocab_size,
         step_rows=terms.step_rows,
+        unread_rows=terms.unread_rows,
         node_price=terms.node_price,
         choose=_calling(choose, num_outputs),
         drafter=None if terms.drafter is None else ctypes.pointer(terms.drafter),
@@ -213,7 +229,7 @@ def run_decode(
         error = raised
     count = run.num_steps
     return Ran(
-        tuple([RunStep(step.forward_ms, step.step_ms, step.rows) for step in steps[:count]]),
+        tuple([RunStep(s.forward_ms, s.step_ms, s.rows, s.prefill_rows, s.attended) for s in steps[:count]]),
         tuple([_ran(each, records[i : count * len(sequences) : len(sequences)]) for i, each in enumerate(of_each)]),
         tuple(by_source),
         run.num_trees,
@@ -243,13 +259,15 @@ def costs_of(table: dict[int, float]) -> c.Costs:
 
 
 def _filled(sequence: RunSequence, table: Sequence[int], block_size: int) -> c.RunSequence:
-    end_ids = sequence.end_ids
+    end_ids, unread = sequence.end_ids, sequence.unread
     most = min(sequence.tokens_left, len(table) * block_size)
     return c.RunSequence(
         block_table=(ctypes.c_int32 * len(table))(*table),
         end_ids=(ctypes.c_int32 * len(end_ids))(*end_ids),
+        unread=(ctypes.c_int32 * len(unread))(*unread),
         num_blocks=len(table),
         num_end_ids=len(end_ids),
+        num_unread=len(unread),
         asks=sequence.asks,
         num_tokens=sequence.num_tokens,
         root=sequence.root,
@@ -270,6 +288,7 @@ def _filled(sequence: RunSequence, table: Sequence[int], block_size: int) -> c.R
 def _ran(sequence: c.RunSequence, records: Sequence[c.RunRecord]) -> RanSequence:
     return RanSequence(
         tuple(sequence.token_ids[: sequence.num_emitted]),
+        sequence.num_read,
         bool(sequence.has_ended),
         bool(sequence.has_failed),
         tuple([RunRecord(r.offered, r.verified, r.accepted, r.emitted) for r in records]),

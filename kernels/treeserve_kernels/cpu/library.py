@@ -15,7 +15,7 @@ from treeserve_kernels.shared_object import Signatures, load_shared_object
 
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 _ANYTHING = ctypes.c_char * 0  # fits at the beginning of any buffer
 

@@ -92,18 +92,22 @@ class RunSequence(ctypes.Structure):
     """TsRunSequence."""
 
     _fields_ = [
-        ("block_table", _INT32S), ("end_ids", _INT32S), ("num_blocks", _INT32), ("num_end_ids", _INT32),
-        ("num_tokens", _INT32), ("root", _INT32), ("tokens_left", _INT32), ("most_nodes", _INT32), ("asks", _INT32),
-        ("temperature", _FLOAT64), ("seed", ctypes.c_uint64), ("handle", _INT64), ("slack_ms", _FLOAT64),
-        ("token_ms", _FLOAT64), ("reserve_ms", _FLOAT64), ("calibration", _FLOAT64), ("verified", _FLOAT64),
-        ("token_ids", _INT32S), ("num_emitted", _INT32), ("has_ended", _INT32), ("has_failed", _INT32),
+        ("block_table", _INT32S), ("end_ids", _INT32S), ("unread", _INT32S), ("num_blocks", _INT32),
+        ("num_end_ids", _INT32), ("num_unread", _INT32), ("num_tokens", _INT32), ("root", _INT32),
+        ("tokens_left", _INT32), ("most_nodes", _INT32), ("asks", _INT32), ("temperature", _FLOAT64),
+        ("seed", ctypes.c_uint64), ("handle", _INT64), ("slack_ms", _FLOAT64), ("token_ms", _FLOAT64),
+        ("reserve_ms", _FLOAT64), ("calibration", _FLOAT64), ("verified", _FLOAT64), ("token_ids", _INT32S),
+        ("num_emitted", _INT32), ("num_read", _INT32), ("has_ended", _INT32), ("has_failed", _INT32),
     ]  # fmt: skip
 
 
 class RunStep(ctypes.Structure):
     """TsRunStep."""
 
-    _fields_ = [("forward_ms", _FLOAT64), ("step_ms", _FLOAT64), ("rows", _INT32)]
+    _fields_ = [
+        ("forward_ms", _FLOAT64), ("step_ms", _FLOAT64), ("attended", _FLOAT64), ("rows", _INT32),
+        ("prefill_rows", _INT32),
+    ]  # fmt: skip
 
 
 class RunRecord(ctypes.Structure):
@@ -117,10 +121,11 @@ class Run(ctypes.Structure):
 
     _fields_ = [
         ("num_sequences", _INT64), ("sequences", ctypes.POINTER(RunSequence)), ("costs", Costs),
-        ("vocab_size", _INT64), ("step_rows", _INT64), ("node_price", _FLOAT64), ("choose", ChooseToken),
-        ("drafter", ctypes.POINTER(DrafterCalls)), ("top_tokens", _INT32), ("max_steps", _INT32),
-        ("max_seconds", _FLOAT64), ("stop", _INT32S), ("prior", _FLOAT64), ("steps", ctypes.POINTER(RunStep)),
-        ("records", ctypes.POINTER(RunRecord)), ("accepted_by_source", ctypes.POINTER(_INT64)),
+        ("vocab_size", _INT64), ("step_rows", _INT64), ("unread_rows", _INT64), ("node_price", _FLOAT64),
+        ("choose", ChooseToken), ("drafter", ctypes.POINTER(DrafterCalls)), ("top_tokens", _INT32),
+        ("max_steps", _INT32), ("max_seconds", _FLOAT64), ("stop", _INT32S), ("prior", _FLOAT64),
+        ("steps", ctypes.POINTER(RunStep)), ("records", ctypes.POINTER(RunRecord)),
+        ("accepted_by_source", ctypes.POINTER(_INT64)),
         ("num_steps", _INT32), ("num_trees", _INT32), ("num_empty_trees", _INT32), ("drafter_failed", _INT32),
         ("draft_seconds", _FLOAT64),
     ]  # fmt: skip

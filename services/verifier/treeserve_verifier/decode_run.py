@@ -4,6 +4,9 @@ Where a step takes a few milliseconds, planning it, drafting for it and settling
 A model that can (`RunModel`) decodes on by itself instead, with the drafter of this process, as long as nothing happens
 that the event loop should look at. The tokens are the same, and so is what a step drafts and verifies: the native code
 follows `planner`, `selection` and `calibration`, and tests compare the two.
+
+Where there are prompts to compute, the first step of a run is planned, and those after it are like it: the same
+sequences decode, and as many rows of the same prompts are computed, until the first of these prompts is at its end.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.scheduler import Scheduler
 from treeserve_verifier.seat import Seat
 from treeserve_verifier.sequence import Sequence
+from treeserve_verifier.step_plan import Candidate, StepPlan
 from treeserve_verifier.top_tokens import TOP_TOKENS
 
 _MOST_STEPS = 64
@@ -144,7 +148,7 @@ class RunPlanner:
         self._run_s = run_s
 
     def may_run(self) -> bool:
-        """Whether all sequences decode, and nobody but a drafter of this process drafts for them."""
+        """Whether all sequences are of the kind that can, and nobody but a drafter of this process drafts for them."""
         running = self._scheduler.running
         if not self._can_run or not 0 < len(running) <= self._planner.step_rows:
             return False
@@ -152,15 +156,21 @@ class RunPlanner:
         return all(map(self._may_run, running)) and not self._desk.expects_trees(running, drafts)
 
     def plan(self, stop: ctypes.c_int32) -> RunPlan | None:
-        """A run of all sequences that run, if there is room for its KV. Only where `may_run`.
+        """A run of the sequences that run, if there is room for its KV. Only where `may_run`.
 
         Args:
             stop: no further step of the run begins once it is not 0.
         """
-        sequences = self._scheduler.begin_run(self._positions)
-        if sequences is None:
+        candidates = self._scheduler.candidates(_no_tree)
+        step = self._planner.plan(candidates) if any(map(_reads, candidates)) else StepPlan(())
+        rows = {planned.sequence: planned.rows for planned in step.sequences}
+        candidates = [c for c in candidates if c.sequence in rows or not rows]
+        reading = {c.sequence: rows[c.sequence] for c in candidates if _reads(c)}
+        wanted = {c.sequence: self._positions(c) for c in candidates}
+        if not candidates or not self._scheduler.begin_run(wanted, reading, step.put_off):
             return None
-        seats, calls = self._desk.before_run(sequences), None
+        decoding = [sequence for sequence in wanted if sequence not in reading]
+        seats, calls = self._desk.before_run(decoding), None
         if seats and self._colocated is not None:
             calls = self._colocated.begin_run([seat.handle for seat in seats.values()])
         wants_top = self._colocated is not None and self._colocated.wants_top_tokens
@@ -168,54 +178,65 @@ class RunPlanner:
             vocab_size=self._vocab_size,
             step_rows=self._planner.step_rows,
             cost_table=self._planner.cost_table,
-            node_price=self._planner.prices(len(sequences)).node,
+            unread_rows=sum(reading.values()),
+            node_price=self._planner.prices(len(decoding)).node,
             drafter=calls,
             top_tokens=TOP_TOKENS if wants_top else 0,
-            max_steps=_MOST_STEPS,
-            max_s=self._run_s,
+            max_steps=_MOST_STEPS if step.holds_ms > 0.0 else 1,
+            max_s=min(self._run_s, step.holds_ms / 1e3) if step.holds_ms > 0.0 else self._run_s,
             prior=self._scheduler.calibrator.prior,
             stop=stop,
         )
-        now = self._clock()
-        of_each = tuple([self._described(sequence, seats.get(sequence), now) for sequence in sequences])
-        return RunPlan(tuple(sequences), seats, of_each, terms)
+        of_each = tuple([self._described(candidate, seats.get(candidate.sequence)) for candidate in candidates])
+        return RunPlan(tuple(wanted), seats, of_each, terms)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        """Whether it decodes, by replay, and no grammar has trees of its own for it."""
+        """Whether its tokens are replayed, no grammar has trees of its own for it, and nobody wants features of it."""
         return (
-            sequence.promise.first_at is not None
-            and self._scheduler.uncomputed(sequence) == 1
-            and not sequence.sampler.is_constrained
+            not sequence.sampler.is_constrained
             and is_replayed(sequence.sampler, sequence.submission.limits.acceptance)
+            and not self._desk.wants_features(sequence)
         )
 
-    def _positions(self, sequence: Sequence) -> int:
+    def _positions(self, candidate: Candidate) -> int:
         """KV positions to reserve: the run ends where they do."""
-        running = len(self._scheduler.running)
+        if _reads(candidate):
+            return candidate.uncomputed
+        sequence, running = candidate.sequence, len(self._scheduler.running)
         steps = min(_MOST_STEPS, 1 + math.ceil(self._run_s / (running * self._planner.prices(running).token_s)))
         emitted = math.ceil(_MARGIN * max(1.0, sequence.stats.acceptance_length) * steps)
         return min(sequence.max_len - len(sequence.tokens), emitted + self._planner.draft_budget(sequence, running))
 
-    def _described(self, sequence: Sequence, seat: Seat | None, now: float) -> RunSequence:
-        sampling, promise = sequence.submission.sampling, sequence.promise
-        due_at, tpot_ms = promise.due_at, promise.tpot_ms
+    def _described(self, candidate: Candidate, seat: Seat | None) -> RunSequence:
+        sequence = candidate.sequence
+        sampling, tpot_ms = sequence.submission.sampling, sequence.promise.tpot_ms
         tokens_left, asks = sequence.max_len - len(sequence.tokens), _asks(sequence)
         return RunSequence(
             len(sequence.tokens),
             sequence.tokens[-1],
             tokens_left,
             sequence.sampler.end_ids,
+            sequence.tokens[-candidate.uncomputed :] if _reads(candidate) else (),
             asks,
             0.0 if asks or sequence.sampler.is_greedy else sampling.temperature,
             sampling.seed,
             None if seat is None else seat.handle,
             0 if seat is None else self._planner.most_nodes(sequence, len(self._scheduler.running)),
-            math.inf if due_at is None else 1e3 * (due_at - now),
+            candidate.slack_ms,
             math.inf if tpot_ms is None else tpot_ms * TPOT_SHARE,
-            promise.reserve_ms(tokens_left),
+            sequence.promise.reserve_ms(tokens_left),
             sequence.calibration,
             sequence.verified,
         )
+
+
+def _no_tree(sequence: Sequence) -> None:
+    """Runs draft for themselves."""
+
+
+def _reads(candidate: Candidate) -> bool:
+    """Whether its first token, or the first one after it was paused, is still to come."""
+    return candidate.uncomputed > 1 or candidate.sequence.promise.first_at is None
 
 
 def _asks(sequence: Sequence) -> bool:
@@ -227,9 +248,9 @@ def _asks(sequence: Sequence) -> bool:
 
 def stats_of(ran: RanSequence) -> SpeculationStats:
     """What a run counts for a sequence."""
-    accepted = [record.accepted for record in ran.records]
+    accepted = [record.accepted for record in ran.records if record.emitted]
     return SpeculationStats(
-        len(ran.records),
+        len(accepted),
         sum(record.verified for record in ran.records),
         sum(accepted),
         [sum(each > depth for each in accepted) for depth in range(max(accepted, default=0))],

@@ -23,6 +23,7 @@ from treeserve_verifier.load import Load, SpeedMeter
 from treeserve_verifier.metrics import VerifierMetrics
 from treeserve_verifier.planner import StepPlanner
 from treeserve_verifier.scheduler import Scheduler
+from treeserve_verifier.seat import Seat
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.speculator import DraftOutbox, Speculator
 from treeserve_verifier.step_plan import StepPlan
@@ -221,8 +222,9 @@ class VerifyLoop:
     async def _run_on(self, plan: RunPlan) -> None:
         """Steps in a row, and what is to be learned of them."""
         run = await self._executor.run_on(plan, self._catch_up)
+        node_costs = self._node_costs(run)
         for each in zip(plan.sequences, run.ran.sequences, run.followers, strict=True):
-            self._settle_ran(run, *each)
+            self._settle_ran(plan.seats.get(each[0]), node_costs, *each)
         self._scheduler.calibrator.prior = run.ran.prior
         if run.ran.error is not None:
             _log.error("a run of steps failed", exc_info=run.ran.error)
@@ -237,17 +239,26 @@ class VerifyLoop:
         if any(follower.finish_reason is not None for follower in run.followers):
             self._count()
 
-    def _settle_ran(self, run: FinishedRun, sequence: Sequence, ran: RanSequence, follower: RunFollower) -> None:
+    def _node_costs(self, run: FinishedRun) -> list[float]:
+        """What a draft node cost in each step, in tokens."""
+        nodes = [sum(each.records[i].verified for each in run.ran.sequences) for i in range(len(run.ran.steps))]
+        rows = [step.rows - step.prefill_rows for step in run.ran.steps]
+        return [self._planner.cost_of_node(r, n, r - n) for r, n in zip(rows, nodes, strict=True)]
+
+    def _settle_ran(
+        self, seat: Seat | None, node_costs: list[float], sequence: Sequence, ran: RanSequence, follower: RunFollower
+    ) -> None:
         base_len = len(sequence.tokens)
         sequence.calibration, sequence.verified = ran.calibration, ran.verified
         outcome = VerifyOutcome((), ran.token_ids, follower.finish_reason, tuple(follower.log_probs))
         if follower.error is not None:
             self._log_failure(sequence, follower.error)
-        if self._scheduler.settle_run(sequence, outcome, stats_of(ran), follower.error):
-            count = len(run.plan.sequences)
-            costs = [self._planner.cost_of_node(step.rows, step.rows - count, count) for step in run.ran.steps]
-            trees = [(r.accepted - cost * r.verified, r.accepted) for r, cost in zip(ran.records, costs, strict=True)]
-            self._desk.ran(sequence, base_len, run.plan.seats.get(sequence), trees)
+        goes_on = self._scheduler.settle_run(sequence, outcome, stats_of(ran), follower.error)
+        if goes_on and (seat is not None or ran.token_ids):  # else there is nothing to tell of it
+            trees = [
+                (r.accepted - cost * r.verified, r.accepted) for r, cost in zip(ran.records, node_costs, strict=True)
+            ]
+            self._desk.ran(sequence, base_len, seat, trees)
 
     def _plain_run(self, plan: StepPlan) -> PlainRun:
         """How many steps may follow this one unplanned: none that could differ if it were planned.
@@ -356,10 +367,10 @@ class VerifyLoop:
         mask = self._colocated.source_mask if self._colocated is not None else lambda bit: 0
         self._metrics.count_run(run, lambda bit: self._desk.source_names(mask(bit)))
         for step in run.ran.steps:
-            self._cost.observe(step.rows, step.step_ms + beside_ms)
-            self._speed.observe(0, step.step_ms + beside_ms)
-        emitted = zip(run.plan.sequences, run.ran.sequences, strict=True)
-        self._work.emitted([(s.promise, len(ran.token_ids)) for s, ran in emitted], self._scheduler.capacity)
+            step_ms, rows = step.step_ms + beside_ms, step.rows - step.prefill_rows
+            self._cost.observe(rows, step_ms, step.prefill_rows, step.attended)
+            self._speed.observe(step.prefill_rows, step_ms)
+        self._work.ran(run, self._scheduler.capacity)
 
     def _notify(self) -> None:
         if self._draining and len(self._scheduler) == 0:

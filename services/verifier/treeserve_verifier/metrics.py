@@ -127,6 +127,7 @@ class VerifierMetrics:
         for step in run.ran.steps:
             self.step_duration.observe(step.forward_ms / 1e3)
             self.step_rows.observe(step.rows)
+            self.prefill_tokens.inc(step.prefill_rows)
         for sequence, ran in zip(run.plan.sequences, run.ran.sequences, strict=True):
             rule = sequence.submission.limits.acceptance.rule
             self._count_emitted(len(ran.token_ids), rule)

@@ -11,7 +11,7 @@ from treeserve_verifier.promise import TPOT_SHARE
 from treeserve_verifier.selection import Offer, RatedNode, Selection
 from treeserve_verifier.sequence import Sequence
 from treeserve_verifier.step_plan import Candidate, PlannedSequence, StepPlan
-from treeserve_verifier.step_room import Patience, StepRoom, is_realtime
+from treeserve_verifier.step_room import STEPS, Patience, StepRoom, is_realtime
 
 _SPARE_NODES = 4
 _MOST_OF_A_TOKEN = 0.8  # where a row costs that much of a token, only nodes of near certainty pay
@@ -93,7 +93,9 @@ class StepPlanner:
         room = StepRoom(self._config.step_rows, prefill_rows, self._cost, selection, impatient, patience)
         planned += room.fill(prompts, patient)
         running = {p.sequence for p in planned}
-        return StepPlan(tuple(planned), frozenset(c.sequence for c in patient if c.sequence not in running))
+        put_off = [c for c in patient if c.sequence not in running]
+        holds_ms = min((patience.of(c) for c in put_off), default=math.inf) - STEPS * room.step_ms
+        return StepPlan(tuple(planned), frozenset(c.sequence for c in put_off), holds_ms)
 
     def _decode(self, decoding: SequenceOf[Candidate], max_rows: int) -> tuple[list[PlannedSequence], Selection]:
         """Roots and nodes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from treeserve_core.errors import HandedBackError, OverloadedError
 from treeserve_core.outcome import SpeculationStats, VerifyOutcome
@@ -192,33 +192,39 @@ class Scheduler:
                 reserved = self._reserve(planned, kept, now)
                 if reserved is not None:
                     kept[planned.sequence] = reserved
-        self._in_step = frozenset(kept)
+        self._enter_step(frozenset(kept), plan.put_off, now)
+        return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept), plan.put_off)
+
+    def begin_run(
+        self, wanted: Mapping[Sequence, int], needed: Mapping[Sequence, int], put_off: frozenset[Sequence]
+    ) -> bool:
+        """Reserve KV for steps in a row, and mark the sequences as in a step.
+
+        Args:
+            wanted: KV positions that each of them should have, the most urgent first.
+            needed: as for `BlockManager.reserve_ahead`.
+            put_off: as in a plan.
+
+        Returns:
+            False if blocks are short; nothing has changed then.
+        """
+        taken = self._blocks.reserve_ahead(
+            {sequence.seq_id: positions for sequence, positions in wanted.items()},
+            {sequence.seq_id: positions for sequence, positions in needed.items()},
+        )
+        if taken is None:
+            return False
+        self._ahead = taken
+        self._enter_step(frozenset(wanted), put_off, self._clock())
+        return True
+
+    def _enter_step(self, sequences: frozenset[Sequence], put_off: frozenset[Sequence], now: float) -> None:
+        self._in_step = sequences
         for sequence in self._running:
-            if sequence in kept or sequence in plan.put_off:
+            if sequence in sequences or sequence in put_off:
                 sequence.wait.end(now)
             else:
                 sequence.wait.begin(now)
-        return StepPlan(tuple(kept[p.sequence] for p in plan.sequences if p.sequence in kept), plan.put_off)
-
-    def begin_run(self, positions: Callable[[Sequence], int]) -> list[Sequence] | None:
-        """Reserve KV for steps in a row of all running sequences, and mark them as in a step.
-
-        Args:
-            positions: KV positions that a sequence should have.
-
-        Returns:
-            Those sequences, the most urgent first; None if blocks are short.
-        """
-        now = self._clock()
-        sequences = self._ranking.in_order(self._running, now)
-        taken = self._blocks.reserve_ahead({sequence.seq_id: positions(sequence) for sequence in sequences})
-        if taken is None:
-            return None
-        self._ahead = taken
-        self._in_step = frozenset(sequences)
-        for sequence in sequences:
-            sequence.wait.end(now)
-        return sequences
 
     def settle_run(
         self, sequence: Sequence, outcome: VerifyOutcome, stats: SpeculationStats, error: Exception | None

@@ -97,10 +97,12 @@ class StepPlan:
 
     Attributes:
         put_off: sequences that decode but not in this step: they have time to spare, and others need it.
+        holds_ms: how long steps like this one may follow each other before one of those must go on.
     """
 
     sequences: tuple[PlannedSequence, ...]
     put_off: frozenset[Sequence] = frozenset()
+    holds_ms: float = math.inf
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ from treeserve_verifier.step_plan import Candidate, PlannedSequence
 
 _LEAST_PREFILL_ROWS = 16  # of a step, as far as the gap allows, whatever those who decode were promised
 _LONGEST = 2.0  # where steps are long without prompts: these take half of the time at most, and can have that
-_STEPS = 1.5  # who can wait for so many steps may be left out of one: the next may be longer
+STEPS = 1.5  # who can wait for so many steps may be left out of one: the next may be longer
 
 
 class Patience:
@@ -60,7 +60,7 @@ class Patience:
         in_order = sorted(self._decoding, key=self.of)
         # As many go on as it takes on average: else all who waited would come at once.
         needed = math.ceil(sum(min(1.0, step_ms / self._interval_ms(c)) for c in in_order))
-        return [c for c in in_order[needed:] if c.service_class >= urgency and self.of(c) > _STEPS * step_ms]
+        return [c for c in in_order[needed:] if c.service_class >= urgency and self.of(c) > STEPS * step_ms]
 
     def _alone_ms(self, prompts: SequenceOf[Candidate], urgency: ServiceClass) -> float:
         """What the most urgent prompts take by themselves, the longest gap at most."""
@@ -89,6 +89,9 @@ class StepRoom:
         prefill_rows: most rows of prompts.
         selection: what is in it.
         impatient: the sequences of the selection, in its order.
+
+    Attributes:
+        step_ms: what the step takes with what was put into it so far.
     """
 
     def __init__(
@@ -103,20 +106,20 @@ class StepRoom:
         self._cost = cost
         self._patience = patience
         self._rows = selection.rows
-        self._step_ms = selection.step_ms
+        self.step_ms = selection.step_ms
         self._left = max_rows - selection.rows
         self._prefill_left = prefill_rows
         self._least = _LEAST_PREFILL_ROWS
         self._behind_left = max_rows  # for prompts behind a realtime one
         gaps = (patience.until_gap_ms(c) for c in impatient)
-        self._longest_ms = max(min(gaps, default=math.inf), _LONGEST * self._step_ms)
-        self._ends = [(c.service_class, selection.latest_end(i, self._step_ms)) for i, c in enumerate(impatient)]
+        self._longest_ms = max(min(gaps, default=math.inf), _LONGEST * self.step_ms)
+        self._ends = [(c.service_class, selection.latest_end(i, self.step_ms)) for i, c in enumerate(impatient)]
 
     def fill(self, prompts: SequenceOf[Candidate], patient: SequenceOf[Candidate]) -> Iterator[PlannedSequence]:
         """Chunks of prompts and further roots; prompts in order of precedence, the others as `Patience` has them."""
         for candidate in patient:
             self._longest_ms = min(self._longest_ms, self._patience.until_gap_ms(candidate))
-            self._ends.append((candidate.service_class, self._patience.of(candidate) / _STEPS))
+            self._ends.append((candidate.service_class, self._patience.of(candidate) / STEPS))
         pending = list(reversed(patient))
         for prompt in prompts:
             begin_ms = self._latest_begin_ms(prompt)
@@ -151,20 +154,20 @@ class StepRoom:
             self._prefill_left -= rows
             if not is_realtime(prompt):
                 self._behind_left -= rows
-            self._step_ms += self._cost.prefill_ms(rows, prompt.context)
+            self.step_ms += self._cost.prefill_ms(rows, prompt.context)
             yield prompt.chunk(rows)
 
     def _root(self, candidate: Candidate) -> Iterator[PlannedSequence]:
         more_ms = self._cost.step_ms(self._rows + 1) - (self._cost.step_ms(self._rows) if self._rows else 0.0)
         latest_ms = min(self._longest_ms, *(end for _, end in self._ends))
-        if self._left > 0 and self._step_ms + more_ms <= latest_ms:
+        if self._left > 0 and self.step_ms + more_ms <= latest_ms:
             self._rows += 1
             self._left -= 1
-            self._step_ms += more_ms
+            self.step_ms += more_ms
             yield candidate.planned()
 
     def _rows_until(self, end_ms: float, most: int, context: int) -> int:
-        return self._cost.prefill_rows_within(max(0.0, end_ms - self._step_ms), most, context)
+        return self._cost.prefill_rows_within(max(0.0, end_ms - self.step_ms), most, context)
 
 
 def is_realtime(candidate: Candidate) -> bool:

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable
 
 from treeserve_verifier.cost_model import CostModel
+from treeserve_verifier.decode_run import FinishedRun
 from treeserve_verifier.executor import StepResult
 from treeserve_verifier.promise import TPOT_SHARE, Promise
 
@@ -49,10 +50,21 @@ class WorkMeter:
                 self._add(promise, self._cost.prefill_ms(planned.prefill_rows, planned.context))
             if result.outcome is not None:
                 tokens.append((promise, len(result.outcome.token_ids)))
-        self.emitted(tokens, capacity)
+        self._emitted(tokens, capacity)
 
-    def emitted(self, tokens: Iterable[tuple[Promise, int]], capacity: int) -> None:
-        """So many tokens were emitted for the sequences with these promises. `capacity` as for `did`."""
+    def ran(self, run: FinishedRun, capacity: int) -> None:
+        """A run of steps is done. `capacity` as for `did`."""
+        tokens: list[tuple[Promise, int]] = []
+        for sequence, described, ran in zip(run.plan.sequences, run.plan.of_each, run.ran.sequences, strict=True):
+            prefilled = ran.num_read - (ran.num_read == len(described.unread))
+            if prefilled > 0:
+                context = described.num_tokens - len(described.unread)
+                self._add(sequence.promise, self._cost.prefill_ms(prefilled, context))
+            tokens.append((sequence.promise, len(ran.token_ids)))
+        self._emitted(tokens, capacity)
+
+    def _emitted(self, tokens: Iterable[tuple[Promise, int]], capacity: int) -> None:
+        """So many tokens were emitted for the sequences with these promises."""
         token_ms: dict[float | None, float] = {}
         for promise, count in tokens:
             if promise.tpot_ms not in token_ms:
