@@ -10,7 +10,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -94,7 +94,13 @@ def build_as_told(description: str | None, folder: Path, build: Callable[[Path, 
 
 
 def load_shared_object(
-    path: Path, version_function: str, version: int, signatures: Signatures, *, build_module: str
+    path: Path,
+    version_function: str,
+    version: int,
+    signatures: Signatures,
+    *,
+    build_module: str,
+    brief: Collection[str] = (),
 ) -> ctypes.CDLL:
     """Load one and declare its functions.
 
@@ -102,6 +108,8 @@ def load_shared_object(
         version_function: its function that says which version its interface has.
         signatures: result and arguments of the others, by name.
         build_module: what builds it, for people.
+        brief: those of them that are over so soon that no other thread gets the interpreter meanwhile: to get it back
+            would take longer.
 
     Raises:
         OSError: if it is missing, does not load, lacks a function, or its interface has another version.
@@ -111,6 +119,9 @@ def load_shared_object(
         library = ctypes.CDLL(str(path))
         found = getattr(library, version_function)()
         if found == version:
+            keeping = ctypes.PyDLL(str(path))
+            for name in brief:
+                setattr(library, name, getattr(keeping, name))
             for name, (result, arguments) in signatures.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments

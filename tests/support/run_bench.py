@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -73,6 +73,7 @@ class Live:
 
     plain: Plain
     tokens: list[int]
+    unread: int = 0  # tokens at the end without KV, the root the last of them; 0 for one that decodes
     tokens_left: int = 10**6
     end_ids: tuple[int, ...] = ()
     asks: bool = False
@@ -84,35 +85,50 @@ class Live:
     calibration: float = 1.0
     verified: float = 4.0
 
+    @property
+    def computed_len(self) -> int:
+        return len(self.tokens) - max(self.unread, 1)
+
 
 class Bench:
-    """Sequences with their prompts computed but for the last token, which run as they are told."""
+    """Sequences with their prompts computed but for the last token, which run as they are told.
+
+    Args:
+        unread: of each sequence so many tokens at the end of the prompt are for runs to compute.
+    """
 
     def __init__(
-        self, plains: Sequence[Plain], kv_dtype: str = "float32", block_size: int = 7, model: NativeModel | None = None
+        self,
+        plains: Sequence[Plain],
+        kv_dtype: str = "float32",
+        block_size: int = 7,
+        model: NativeModel | None = None,
+        unread: Sequence[int] = (),
     ) -> None:
         self.model = model or native_model(kv_dtype)
         self.plain_model = plain_model(kv_dtype)
         self.runner = scattered_runner(self.model, random.Random(block_size), block_size)
-        self.live = [Live(each, list(each.prompt)) for each in plains]
+        counts = unread or [0] * len(plains)
+        self.live = [Live(each, list(each.prompt), count) for each, count in zip(plains, counts, strict=True)]
         self.chosen: list[tuple[int, int]] = []  # who asked for a token, and after how many
         self._raised: list[Exception] = []
-        for seq_id, each in enumerate(plains):
+        for seq_id, each in enumerate(self.live):
             self.runner.blocks.add(seq_id)
-            if len(each.prompt) > 1:
-                prefill(self.runner, seq_id, each.prompt[:-1], 6)
+            if computed := each.tokens[: each.computed_len]:
+                prefill(self.runner, seq_id, computed, 6)
 
     def run(
         self,
         drafter: ScriptedDrafter | None = None,
         *,
-        positions: int = 60,
+        positions: int | Mapping[int, int] = 60,
         only: Sequence[int] | None = None,
         **terms: Any,
     ) -> Ran:
         """One run, whose tokens are those of plain decoding."""
         running = range(len(self.live)) if only is None else only
-        self.runner.blocks.reserve_ahead(dict.fromkeys(running, positions))
+        wanted = dict.fromkeys(running, positions) if isinstance(positions, int) else positions
+        self.runner.blocks.reserve_ahead({seq_id: wanted[seq_id] for seq_id in running})
         of_each = [self._described(seq_id, drafter) for seq_id in running]
         if drafter is not None:
             drafter.tokens |= {seq_id: list(self.live[seq_id].tokens) for seq_id in running}
@@ -126,8 +142,17 @@ class Bench:
         if drafter is not None:
             drafter.check()
         for seq_id, each in zip(running, ran.sequences, strict=True):
-            self._take(self.live[seq_id], each.token_ids)
-            self.live[seq_id].calibration, self.live[seq_id].verified = each.calibration, each.verified
+            live = self.live[seq_id]
+            if live.unread:
+                is_read = each.num_read == live.unread
+                assert 0 <= each.num_read <= live.unread
+                assert len(each.token_ids) == (is_read and not each.has_failed)
+            else:
+                assert each.num_read == 0
+            live.unread -= each.num_read
+            self._take(live, each.token_ids)
+            live.calibration, live.verified = each.calibration, each.verified
+            assert each.has_failed or self.runner.blocks.computed_len(seq_id) == live.computed_len
             assert sum(record.emitted for record in each.records) == len(each.token_ids)
             assert len(each.records) == len(ran.steps)
         self.runner.blocks.check_integrity()
@@ -138,6 +163,7 @@ class Bench:
         return RunSequence(
             num_tokens=len(live.tokens),
             root=live.tokens[-1],
+            unread=live.tokens[len(live.tokens) - live.unread :],
             tokens_left=live.tokens_left,
             end_ids=live.end_ids,
             asks=live.asks,
@@ -204,8 +230,9 @@ class Bench:
             fresh = ModelRunner(self.plain_model, 64, 16)
             fresh.blocks.add(0)
             expected = prefill(fresh, 0, each.tokens, 500)[-1:]
-            self.runner.blocks.reserve(seq_id, 1)
-            (found,) = self.runner.forward([SequenceRows.from_chain(seq_id, each.tokens[-1:], [0])])
+            missing = each.tokens[each.computed_len :]
+            self.runner.blocks.reserve(seq_id, len(missing))
+            (found,) = self.runner.forward([SequenceRows.from_chain(seq_id, missing, [len(missing) - 1])])
             self.runner.rollback(seq_id)
             assert_same_bits(found, expected)
 

@@ -16,6 +16,7 @@ from treeserve_kernels.shared_object import Signatures, load_shared_object
 # Names another shared object than the one beside this file, such as one built with sanitizers.
 LIBRARY_VARIABLE = "TREESERVE_CPU_LIBRARY"
 _ABI_VERSION = 7
+_BRIEF = ("ts_kv_save", "ts_kv_load", "ts_kv_move", "ts_find_largest", "ts_find_rivals", "ts_choose_nodes")
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 _ANYTHING = ctypes.c_char * 0  # fits at the beginning of any buffer
 
@@ -52,7 +53,12 @@ def load() -> ctypes.CDLL:
         OSError: if it is missing, does not load, or belongs to another version of this package.
     """
     return load_shared_object(
-        library_path(), "ts_abi_version", _ABI_VERSION, _signatures(), build_module="treeserve_kernels.cpu.build"
+        library_path(),
+        "ts_abi_version",
+        _ABI_VERSION,
+        _signatures(),
+        build_module="treeserve_kernels.cpu.build",
+        brief=_BRIEF,
     )
 
 
