@@ -58,6 +58,19 @@ def test_what_the_refusals_change_is_sound_otherwise() -> None:
         {"terms": {"step_rows": 1}},
         {"terms": {"cost_table": {}}},
         {"terms": {"cost_table": {0: 1.0}}},
+        {"terms": {"unread_rows": -1}},
+        {"terms": {"unread_rows": -(2**62)}},
+        {"terms": {"unread_rows": 7}},
+        {"terms": {"unread_rows": 2**63 - 1}},
+        {"unread": (4,)},
+        {"unread": (4,), "terms": {"unread_rows": 0}},
+        {"unread": (4,), "terms": {"unread_rows": -1}},
+        {"unread": (4,), "terms": {"unread_rows": 8}},
+        {"unread": (4,), "terms": {"unread_rows": 1, "step_rows": 1}},
+        {"unread": (VOCAB, 4), "terms": {"unread_rows": 4}},
+        {"unread": (-1, 5, 4), "terms": {"unread_rows": 4}},
+        {"unread": (VOCAB,), "root": VOCAB, "terms": {"unread_rows": 4}},
+        {"unread": (4, 5), "terms": {"unread_rows": 4}},
     ],
     ids=str,
 )
@@ -70,10 +83,18 @@ def test_a_temperature_that_nothing_can_be_drawn_at_is_refused_likewise(temperat
     assert_refused(run_bare(temperature=temperature))
 
 
+@pytest.mark.parametrize("wrong", [{"unread": (1, 2, 3, 4)}, {"unread": (4, 4), "num_tokens": 1}], ids=str)
+def test_more_unread_tokens_than_there_are_likewise(wrong: dict[str, Any]) -> None:
+    ran = run_bare(**wrong, terms={"unread_rows": 4})
+    assert_refused(ran)
+    assert "unread tokens of" in str(ran.error), "not a forward pass that refuses its batch"
+
+
 def assert_refused(ran: Ran) -> None:
     assert isinstance(ran.error, ValueError)
     assert ran.steps == () and not ran.drafter_failed
     assert all(each.token_ids == () and each.records == () and not each.has_ended for each in ran.sequences)
+    assert all(each.num_read == 0 and not each.has_failed for each in ran.sequences)
 
 
 def test_a_run_of_nobody_is_refused() -> None:
@@ -87,6 +108,26 @@ def test_what_is_on_the_edge_is_not_refused() -> None:
         root=VOCAB - 1, temperature=2.0**-100, terms={"top_tokens": 64, "step_rows": 2, "vocab_size": SIZES.vocab_size}
     )
     assert ran.error is None and len(ran.steps) == 4
+
+
+def test_prompts_on_the_edge_are_not_refused() -> None:
+    """A prompt of as many tokens as there are, beside a root, in steps of as many rows as both may take."""
+    ran = run_bare(unread=(VOCAB - 1, 0, 4), terms={"unread_rows": 7, "max_steps": 9})
+    assert ran.error is None and [(step.rows, step.prefill_rows) for step in ran.steps] == [(4, 2)]
+    ran = run_bare(seqs=1, unread=(4,), terms={"unread_rows": 1, "step_rows": 1})
+    assert ran.error is None and [(step.rows, step.prefill_rows) for step in ran.steps] == [(1, 0)]
+    ran = run_bare(terms={"unread_rows": 6})
+    assert ran.error is None and len(ran.steps) == 4
+
+
+def test_a_prompt_beyond_the_rope_table() -> None:
+    """It has 16 positions: the chunk that goes beyond counts nothing, those before it do."""
+    model = NativeModel(random_model(replace(SIZES, max_positions=16), 3))
+    sequence = RunSequence(20, 9, 50, (), unread=[9] * 20)
+    terms = RunTerms(VOCAB, 8, FREE, unread_rows=6, max_steps=40)
+    ran = model.decoder.run(model.new_kv(4, 8), [(3, 1, 2)], [sequence], terms, nobody)
+    assert isinstance(ran.error, ValueError) and len(ran.steps) == 2
+    assert ran.sequences[0].num_read == 12 and ran.sequences[0].token_ids == ()
 
 
 def test_positions_beyond_the_rope_table() -> None:

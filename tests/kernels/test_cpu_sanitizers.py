@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 TESTS = (
     "test_cpu_linear.py", "test_cpu_boundary.py", "test_cpu_decoder.py", "test_cpu_hidden.py", "test_cpu_kv_blocks.py",
     "test_cpu_sampling.py", "test_cpu_node_choice.py", "test_cpu_decode_run.py", "test_cpu_decode_run_ends.py",
-    "test_cpu_decode_run_refusals.py",
+    "test_cpu_decode_run_refusals.py", "test_cpu_decode_run_prompts.py", "test_cpu_decode_run_prompt_ends.py",
 )  # fmt: skip
 
 

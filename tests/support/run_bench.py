@@ -67,6 +67,14 @@ def plain(index: int, temperature: float = 0.0, kv_dtype: str = "float32") -> Pl
     return Plain(plain_model(kv_dtype), prompt, temperature, 2**64 - 1 - index, VOCAB)
 
 
+@cache
+def long_plain(length: int, temperature: float = 0.0, kv_dtype: str = "float32") -> Plain:
+    """With a prompt of so many tokens."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(VOCAB) for _ in range(length)]
+    return Plain(plain_model(kv_dtype), prompt, temperature, 2**63 + length, VOCAB)
+
+
 @dataclass
 class Live:
     """A sequence of a bench: what runs are told of it, and learn."""

@@ -275,3 +275,44 @@ class TestReservingAhead:
         assert blocks.cached_blocks == 3
         assert blocks.reserve_ahead({3: 100}) == 1
         assert blocks.cached_blocks == 2
+
+    def test_gives_all_what_they_need_before_more_to_the_first(self) -> None:
+        blocks = BlockManager(7, 4)
+        for seq_id in (1, 2, 3):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({1: 100, 2: 100, 3: 100}, {3: 9, 2: 1}) == 7
+        assert [len(blocks.block_table(seq_id)) for seq_id in (1, 2, 3)] == [3, 1, 3]
+        blocks.check_integrity()
+
+    @pytest.mark.parametrize(("needed", "taken"), [(4, 2), (5, 3), (8, 3), (9, None)])
+    def test_changes_nothing_where_not_all_get_what_they_need(self, needed: int, taken: int | None) -> None:
+        blocks = BlockManager(3, 4)
+        for seq_id in (1, 2):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({1: 1, 2: needed}, {2: needed}) == taken
+        assert blocks.free_blocks == 3 - (taken or 0)
+        if taken is None:
+            blocks.reserve(1, 1)
+            blocks.reserve(2, 1)
+        blocks.check_integrity()
+
+    def test_counts_the_room_in_the_last_block_for_what_is_needed(self) -> None:
+        blocks = BlockManager(2, 4)
+        blocks.add(1)
+        blocks.reserve(1, 2)
+        blocks.commit(1, range(2))
+        assert blocks.reserve_ahead({1: 6}, {1: 6}) == 1
+        blocks.commit(1, range(6))
+        assert blocks.reserve_ahead({1: 1}, {1: 1}) is None
+
+    def test_takes_leased_blocks_for_what_is_needed_and_none_for_more(self) -> None:
+        blocks = BlockManager(6, 4)
+        blocks.add(1, list(range(20)), "tenant")
+        blocks.reserve(1, 20)
+        blocks.commit(1, range(20), list(range(20)))
+        blocks.free(1, lease_s=100.0)
+        for seq_id in (2, 3):
+            blocks.add(seq_id)
+        assert blocks.reserve_ahead({2: 100, 3: 100}, {3: 9}) == 4
+        assert [len(blocks.block_table(seq_id)) for seq_id in (2, 3)] == [1, 3]
+        assert blocks.cached_blocks == 2

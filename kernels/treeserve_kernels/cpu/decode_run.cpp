@@ -415,7 +415,6 @@ void DecodeRun::keep(size_t s) {
     const TsRunSequence& each = sequence(s);
     const Tree& tree = trees_[s];
     const int64_t context = each.num_tokens - 1;
-    if (reads(s)) return;  // what it read lies where it belongs
     for (size_t i = 0; i < tree.walk.size(); ++i) {
         if (tree.walk[i] == static_cast<int32_t>(i)) continue;
         moved_from_.push_back(slots_[static_cast<size_t>(tree.first_row) + static_cast<size_t>(tree.walk[i])]);
