@@ -63,6 +63,18 @@ def test_what_is_late_already_is_started_last_and_does_not_count(verifier: Booke
     assert (verifier.state.ahead_of(ServiceClass.STANDARD), verifier.state.pending_blocks) == (Backlog(1, 30), 3)
 
 
+def test_what_is_late_for_its_first_token_holds_no_place(verifier: BookedVerifier, clock: Clock) -> None:
+    """As many as half the verifier's places."""
+    mine = [ticket(prompt_tokens=10, ttft_ms=2000) for _ in range(5)]
+    for each in mine:
+        verifier.submit(each)
+    assert (verifier.state.sequences, verifier.state.max_sequences) == (5, 4)
+    clock.now += 2.1
+    assert verifier.state.sequences == 3
+    verifier.start(*mine[:4])
+    assert verifier.state.sequences == 4, "who has a token holds its place"
+
+
 def test_times_are_learned_from_what_was_sent(verifier: BookedVerifier, clock: Clock) -> None:
     verifier.report(step_s=0.01, prefill_tokens_per_s=1000)
     for _ in range(50):

@@ -46,19 +46,39 @@ def test_who_is_too_late_for_its_first_token_lets_others_be_in_time() -> None:
     standard = verifier.submit(5, 5, STANDARD, ttft_ms=100)
     fresh = verifier.submit(5, 5, STANDARD, ttft_ms=9000)
     batch_work = verifier.submit(5, 5, BATCH, ttft_ms=9000)
-    assert started(verifier) == [in_time, standard, fresh, late, batch_work], "it counts as one class less urgent"
+    assert started(verifier) == [in_time, standard, fresh, batch_work, late], "it counts as two classes less urgent"
 
 
 def test_nobody_is_paused_twice_whoever_the_least_urgent_are() -> None:
-    """Who is late comes last without being of a higher level: it is not among those that its own class may pause."""
     verifier = VirtualVerifier(max_sequences=4, reserved_sequences=0)
     late = verifier.submit(20, 400, STANDARD, preemptible=True, ttft_ms=100, waited_ms=200)
     running = [batch(verifier) for _ in range(3)]
     assert len(started(verifier)) == 4
     urgent = [verifier.submit(20, 10, STANDARD, ttft_ms=5000) for _ in range(3)]
     assert started(verifier) == urgent
-    assert set(verifier.scheduler.waiting) == set(running) and late in verifier.scheduler.running
+    assert set(verifier.scheduler.waiting) == {late, *running[1:]}, "who is late goes before all, then the youngest"
     assert verifier.scheduler.pauses == 3
+
+
+def test_who_is_late_for_its_first_token_gives_its_place_to_who_can_be_in_time() -> None:
+    """Even to one of a less urgent class, and if it is not preemptible: its place is worth nothing to its target."""
+    verifier = VirtualVerifier(max_sequences=1, reserved_sequences=0)
+    late = verifier.submit(20, 10, INTERACTIVE, ttft_ms=100, waited_ms=200)
+    assert started(verifier) == [late]
+    in_time = verifier.submit(20, 10, STANDARD, ttft_ms=5000)
+    assert started(verifier) == [in_time]
+    another = verifier.submit(20, 10, INTERACTIVE, ttft_ms=100, waited_ms=200)
+    verifier.run_all()
+    assert all(len(verifier.emitted[each]) == 10 for each in (late, in_time, another)), "and comes to its end, too"
+    assert verifier.scheduler.pauses == 1
+
+
+def test_who_was_late_and_has_its_first_token_keeps_its_place() -> None:
+    verifier = VirtualVerifier(max_sequences=1, reserved_sequences=0)
+    late = verifier.submit(20, 100, STANDARD, ttft_ms=1, waited_ms=200)
+    verifier.run(lambda: bool(verifier.emitted[late]))
+    verifier.submit(20, 10, STANDARD, ttft_ms=5000)
+    assert started(verifier) == []
 
 
 def test_an_urgent_one_is_in_the_very_next_step() -> None:

@@ -53,7 +53,35 @@ def test_a_prompt_lengthens_steps_only_as_far_as_promises_allow() -> None:
     verifier.run_all()
     assert all(s.promise.met_tpot for s in promised)
     chunks = set(chunks_of(verifier, long))
-    assert len(chunks) > 3 and max(chunks) == 34, "and takes all of that"
+    assert len(chunks) > 3 and max(chunks) == 40, "and takes all of that"
+
+
+@pytest.mark.parametrize(
+    ("slack_ms", "rows"),
+    [
+        (100.0, 64),  # all of it
+        (11.0, 20),  # as far as the realtime one is in time
+        (9.0, 13),
+        (6.0, 8),  # it will be late even so
+        (-3.0, 8),
+    ],
+)
+def test_a_prompt_gets_fewer_rows_in_any_case_beside_a_realtime_sequence(slack_ms: float, rows: int) -> None:
+    cost = CostModel({1: 5.0, 64: 5.0}, prefill_row_ms=0.3)
+    realtime = make_sequence(max_tokens=500, limits=SequenceLimits(REALTIME, tpot_ms=20.0))
+    prompts = [make_sequence(range(64), limits=SequenceLimits(STANDARD)) for _ in range(2)]
+    candidates = [Candidate(realtime, 1, slack_ms=slack_ms), *(Candidate(prompt, 64) for prompt in prompts)]
+    plan = StepPlanner(make_config(step_rows=256, prefill_rows=64), cost).plan(candidates)
+    assert [p.rows for p in plan.sequences if p.sequence is not realtime] == [rows], "all prompts together"
+
+
+def test_a_realtime_prompt_gets_its_least_rows_beside_another_realtime_sequence() -> None:
+    cost = CostModel({1: 5.0, 64: 5.0}, prefill_row_ms=0.3)
+    realtime = make_sequence(max_tokens=500, limits=SequenceLimits(REALTIME, tpot_ms=20.0))
+    prompt = make_sequence(range(64), limits=SequenceLimits(REALTIME, ttft_ms=500.0))
+    candidates = [Candidate(realtime, 1, slack_ms=6.0), Candidate(prompt, 64, slack_ms=400.0)]
+    plan = StepPlanner(make_config(step_rows=256, prefill_rows=64), cost).plan(candidates)
+    assert [p.rows for p in plan.sequences if p.sequence is prompt] == [16]
 
 
 def test_without_promises_the_bound_alone_decides() -> None:

@@ -53,6 +53,17 @@ def test_they_go_on_while_the_prompt_can_wait() -> None:
     assert not plan.put_off
 
 
+def test_beside_a_realtime_sequence_more_are_left_out() -> None:
+    """Steps are to be short there, and the prompt gets more of them."""
+
+    def put_off(service_class: ServiceClass) -> int:
+        others = [*decoding(1, 35.0, 25.0, service_class), *decoding(20, 80.0, 100.0, STANDARD)]
+        plan, _ = planned(others, prompt_slack_ms=30.0)
+        return len(plan.put_off)
+
+    assert put_off(REALTIME) > put_off(INTERACTIVE)
+
+
 def test_nobody_leaves_its_rows_to_prompts_of_a_less_urgent_class() -> None:
     plan, _ = planned([*TIGHT, *decoding(8, 80.0, 100.0, REALTIME)], prompt_slack_ms=10.0)
     assert not plan.put_off

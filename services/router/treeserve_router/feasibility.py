@@ -16,7 +16,7 @@ from treeserve_router.queue import Ticket
 
 # Newcomers are let in while they are expected to need less than this share of their target: a queue that is filled up
 # to the target itself misses it half the time.
-_HEADROOM = 0.8
+_HEADROOM = 0.6
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 0.1, 60.0
 # The pace at which waiting tickets of a class are placed is what it was over about this long, while some waited.
 _PACE_MEMORY_S = 10.0

@@ -66,6 +66,9 @@ class Load:
     drafting_s: float | None = None
 
 
+# Sequences that are late for their first token hold no place: the verifier pauses them for who can be in time. But no
+# more than this share of its places: what waits there waits in nobody's turn.
+_MOST_LATE = 0.5
 # What others' prompts are taken for until there is a prompt of ours, and how fast ours change that.
 _TYPICAL_TOKENS = 256.0
 _TYPICAL_SMOOTHING = 0.05
@@ -176,7 +179,7 @@ class VerifierLedger:
             verifier_id=offer.verifier_id,
             max_context_tokens=offer.max_context_tokens,
             max_sequences=offer.max_sequences,
-            sequences=max(load.sequences + len(self._unreported), len(self._sent)),
+            sequences=max(load.sequences + len(self._unreported), len(self._sent)) - self._late(),
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             draining=load.draining,
@@ -194,6 +197,12 @@ class VerifierLedger:
             work_s=load.work_s,
             drafting_s=load.drafting_s,
         )
+
+    def _late(self) -> int:
+        """Sequences that are late for their first token, as many as hold no place for that."""
+        now = self._clock()
+        late = sum(sent.late_at <= now for sent in self._starting.values())
+        return min(late, int(_MOST_LATE * self._offer.max_sequences))
 
     def _others_tokens(self) -> int:
         """Prompt tokens that sequences of other routers may have yet to compute: a guess from how many of them wait."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from treeserve_verifier.sequence import Sequence
 
-_LOST = 1  # classes that a missed TTFT target costs
+_LOST = 2  # classes that a missed TTFT target costs
 _UNPROMISED = 4.0  # who was promised no time is due after so many times what lifts a sequence by one class
 
 
@@ -28,21 +28,31 @@ class Ranking:
     def precedence(self, sequence: Sequence, now: float) -> tuple[int, bool, float, int]:
         """Smaller is more urgent: by level, then by when the next token is due.
 
-        Those that cannot meet their time to the first token any more fall a level, and come after those there that can:
-        the time is worth more to who can still use it.
+        Those that cannot meet their time to the first token any more fall two levels, and come after those there that
+        can: the time is worth more to who can still use it.
         """
-        promise = sequence.promise
-        due = promise.due_at
-        is_late = due is not None and promise.first_at is None and due < now
+        promise, due = sequence.promise, sequence.promise.due_at
         if due is None:
             due = promise.asked_at + _UNPROMISED * self._ageing_s
-        return self.level(sequence, now) + _LOST * is_late, is_late, due, sequence.seq_id
+        return self.standing(sequence, now), self.is_late(sequence, now), due, sequence.seq_id
+
+    def standing(self, sequence: Sequence, now: float) -> int:
+        """Its level, and two more if it is late."""
+        return self.level(sequence, now) + _LOST * self.is_late(sequence, now)
+
+    def is_late(self, sequence: Sequence, now: float) -> bool:
+        """Whether it cannot meet its time to the first token any more."""
+        due = sequence.promise.due_at
+        return due is not None and sequence.promise.first_at is None and due < now
 
     def in_order(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
         """The most urgent first."""
         return sorted(sequences, key=lambda s: self.precedence(s, now))
 
     def pausable(self, running: Iterable[Sequence], now: float) -> list[tuple[int, Sequence]]:
-        """Those that a sequence of a smaller level may pause, with their levels, the least urgent first."""
-        found = self.in_order((s for s in running if s.submission.limits.preemptible), now)
-        return [(self.level(s, now), s) for s in reversed(found)]
+        """Those that one of a smaller standing may pause, with their standings, the least urgent first.
+
+        Besides those that are preemptible, any that is late: a place is worth more to who can still be on time.
+        """
+        found = self.in_order((s for s in running if s.submission.limits.preemptible or self.is_late(s, now)), now)
+        return [(self.standing(s, now), s) for s in reversed(found)]

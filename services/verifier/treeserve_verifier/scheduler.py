@@ -141,8 +141,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         pausable = self._ranking.pausable(self._running, now) if self._waiting else []
         for sequence in self._ranking.in_order(self._waiting, now):
-            level, places = self._ranking.level(sequence, now), self._free_places(sequence)
-            victims = [other for other_level, other in pausable if other_level > level]
+            standing, places = self._ranking.standing(sequence, now), self._free_places(sequence)
+            victims = [other for other_standing, other in pausable if other_standing > standing]
             if places + len(victims) < 1:
                 continue
             count = max(0, 1 - places)

@@ -13,6 +13,7 @@ from treeserve_verifier.selection import Selection, is_lost
 from treeserve_verifier.step_plan import Candidate, PlannedSequence
 
 _LEAST_PREFILL_ROWS = 16  # of a step, as far as the gap allows, whatever those who decode were promised
+_LEAST_BESIDE_REALTIME = 8  # of them, where more would make a realtime sequence late
 _LONGEST = 2.0  # where steps are long without prompts: these take half of the time at most, and can have that
 STEPS = 1.5  # who can wait for so many steps may be left out of one: the next may be longer
 
@@ -57,6 +58,9 @@ class Patience:
         least_ms = self._cost.step_ms(1) + self._cost.prefill_ms(_LEAST_PREFILL_ROWS, 0)
         ends = (self.of(c) for c in self._decoding if c.service_class <= urgency)
         step_ms = min((end for end in ends if end >= least_ms), default=self._alone_ms(prompts, urgency))
+        # Steps beside realtime sequences should take no longer than their tokens may, as long as these can be in time.
+        held_to = (c for c in self._decoding if is_realtime(c) and self.of(c) < self.until_gap_ms(c))
+        step_ms = min([step_ms, *map(self._interval_ms, held_to)])
         in_order = sorted(self._decoding, key=self.of)
         # As many go on as it takes on average: else all who waited would come at once.
         needed = math.ceil(sum(min(1.0, step_ms / self._interval_ms(c)) for c in in_order))
@@ -146,7 +150,7 @@ class StepRoom:
             most = min(most, self._behind_left)
         ends = (end for service_class, end in self._ends if service_class <= prompt.service_class)
         promised_ms = min(ends, default=math.inf)
-        promised = max(self._rows_until(promised_ms, most, prompt.context), min(self._least, most))
+        promised = max(self._rows_until(promised_ms, most, prompt.context), self._least_rows(prompt, most))
         rows = min(promised, self._rows_until(self._longest_ms, most, prompt.context))
         if rows > 0:
             self._least -= min(self._least, rows)
@@ -156,6 +160,15 @@ class StepRoom:
                 self._behind_left -= rows
             self.step_ms += self._cost.prefill_ms(rows, prompt.context)
             yield prompt.chunk(rows)
+
+    def _least_rows(self, prompt: Candidate, most: int) -> int:
+        """Rows that a prompt gets whatever those who decode were promised."""
+        if is_realtime(prompt):
+            return min(self._least, most)
+        realtime_ms = min((end for c, end in self._ends if c is ServiceClass.REALTIME), default=math.inf)
+        in_time = self._rows_until(realtime_ms, most, prompt.context)
+        few = self._least - (_LEAST_PREFILL_ROWS - _LEAST_BESIDE_REALTIME)
+        return min(self._least, most, max(few, in_time))
 
     def _root(self, candidate: Candidate) -> Iterator[PlannedSequence]:
         more_ms = self._cost.step_ms(self._rows + 1) - (self._cost.step_ms(self._rows) if self._rows else 0.0)

@@ -21,7 +21,7 @@ class WorkMeter:
     and how long its steps took says little of what it could still take. So a token costs what it does in the largest
     step that keeps to its time per output token,
 
-        step_ms(n) / n,   n = the most sequences with step_ms(n) <= 0.8 TPOT that can run at once
+        step_ms(n) / n,   n = the most sequences with step_ms(n) <= 0.9 TPOT that can run at once
 
     (or fewer, where that is cheaper: steps grow in stairs), and a prefill row what it lengthens a step by. What belongs
     to sequences with a target counts 1 / 0.8 times: what was promised to be quick cannot fill a verifier. One second of
