@@ -10,6 +10,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from treeserve_kernels.cpu.decode_run import RunSequence, RunTerms
 from treeserve_speculator.native import library as drafting
 from treeserve_speculator.native_drafter import NativeDrafter
 from treeserve_verifier.decode_run import stats_of
+from treeserve_verifier.planner import StepPlanner
 
 pytestmark = pytest.mark.skipif(not (kernels.is_built() and drafting.is_built()), reason="not built")
 
@@ -132,6 +134,40 @@ async def test_a_run_of_one_sequence_ends_with_it_and_is_counted_once() -> None:
         ]
         assert positions == stats.accepted_per_depth
         assert rig.loop.load().step_ms > 0.0 and rig.loop.load().work_s > 0.0
+
+
+async def test_prompts_are_computed_in_runs_and_counted_once() -> None:
+    prompt = list(range(1, 101))
+    async with RunRig(10.0, native_drafter(), step_rows=32, prefill_rows=16) as rig:
+        _, first = rig.submit(PROMPT, 300, stopping={"ignore_eos": True})
+        await until(lambda: bool(first.token_ids))
+        _, second = rig.submit(prompt, 20, stopping={"ignore_eos": True})
+        await asyncio.gather(first.ended.wait(), second.ended.wait())
+        runs = rig.executor.runs
+        read = sum(each.num_read for run in runs for each in run.ran.sequences)
+        assert read == len(PROMPT) + len(prompt)
+        assert rig.count("treeserve_verifier_prefill_tokens_total") == read - 2, "roots are not counted"
+        beside = [run for run in runs if len(run.plan.sequences) == 2 and any(each.unread for each in run.plan.of_each)]
+        assert max(len(run.ran.steps) for run in beside) > 3, "of 16 rows each"
+        assert all(0 < step.prefill_rows <= 16 for run in beside for step in run.ran.steps)
+        for generation, count in ((first, 300), (second, 20)):
+            assert len(generation.token_ids) == count
+            assert generation.stats is not None and generation.stats.steps + generation.stats.accepted == count
+
+
+@pytest.mark.parametrize(("holds_ms", "most"), [(0.0, 1), (-3.0, 1), (math.inf, 7)])
+async def test_a_step_that_cannot_be_repeated_is_planned_again(
+    monkeypatch: pytest.MonkeyPatch, holds_ms: float, most: int
+) -> None:
+    plan = StepPlanner.plan
+    monkeypatch.setattr(StepPlanner, "plan", lambda *args: replace(plan(*args), holds_ms=holds_ms))
+    async with RunRig(10.0, step_rows=32, prefill_rows=16) as rig:
+        _, first = rig.submit(PROMPT, 300, stopping={"ignore_eos": True})
+        await until(lambda: bool(first.token_ids))
+        _, second = rig.submit(list(range(1, 101)), 2)
+        await second.ended.wait()
+        reading = [run for run in rig.executor.runs if any(len(each.unread) > 16 for each in run.plan.of_each)]
+        assert max(len(run.ran.steps) for run in reading) == most
 
 
 async def test_the_next_turn_finds_what_a_run_computed() -> None:

@@ -169,6 +169,8 @@ class RunPlanner:
         wanted = {c.sequence: self._positions(c) for c in candidates}
         if not candidates or not self._scheduler.begin_run(wanted, reading, step.put_off):
             return None
+        # The next step is to be planned if prompts get nothing in this one, or somebody who is put off is due after it.
+        goes_on = step.holds_ms > 0.0 and (bool(reading) or not rows)
         decoding = [sequence for sequence in wanted if sequence not in reading]
         seats, calls = self._desk.before_run(decoding), None
         if seats and self._colocated is not None:
@@ -182,8 +184,8 @@ class RunPlanner:
             node_price=self._planner.prices(len(decoding)).node,
             drafter=calls,
             top_tokens=TOP_TOKENS if wants_top else 0,
-            max_steps=_MOST_STEPS if step.holds_ms > 0.0 else 1,
-            max_s=min(self._run_s, step.holds_ms / 1e3) if step.holds_ms > 0.0 else self._run_s,
+            max_steps=_MOST_STEPS if goes_on else 1,
+            max_s=min(self._run_s, step.holds_ms / 1e3) if goes_on else self._run_s,
             prior=self._scheduler.calibrator.prior,
             stop=stop,
         )
