@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from treeserve_verifier.sequence import Emission, Sequence, Submission
 VOCAB = 203
 EOS = 202
 SOURCES = ("ngram", "suffix", "recycling")
+RUN_S = 0.02
+PROMPT = [5, 9, 5, 9, 7, 5, 9, 5]
 _PLAIN = random_model(Sizes(num_layers=1, is_tied=True))
 _ids = itertools.count(1)
 
@@ -188,3 +191,25 @@ def native_drafter(registry: CollectorRegistry | None = None) -> NativeDrafter:
         limits=TreeLimits(8, 16),
         metrics=SpeculatorMetrics(registry or CollectorRegistry()),
     )
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until it holds, five seconds at most."""
+    for _ in range(5000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+async def generate(rig: RunRig, asked: list[dict[str, Any]], at_once: int) -> list[Generation]:
+    """What comes of these requests, so many of them at a time."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(request: dict[str, Any]) -> Generation:
+        async with slots:
+            _, generation = rig.submit(**request)
+            await asyncio.wait_for(generation.ended.wait(), 20)
+            return generation
+
+    return await asyncio.gather(*map(one, asked))
